@@ -1,0 +1,257 @@
+"""Everything that can go wrong, as one tree.
+
+::
+
+    CspsError
+    ├── RequestError (ValueError)        the client's mistake; knows its HTTP status
+    │   ├── InvalidRequest               400  a field is missing, unknown or out of range
+    │   ├── ContextLengthExceeded        400  prompt and answer do not fit
+    │   ├── Unauthorized                 401  no API key, or a wrong one
+    │   ├── ModelNotFound                404  the model is not served here
+    │   └── QueueFull                    429  come back after `retry_after_s`
+    ├── ConfigError (ValueError)         the operator's mistake
+    └── FaultError (RuntimeError)        nobody's mistake; the request may be tried again
+        ├── GangLost                     a rank died and took its gang with it
+        ├── DeadlineExceeded             a named wait took longer than it may
+        ├── TransferError                KV cache arrived wrong, late or not at all
+        ├── ConnectionLost               the other side of a connection is gone
+        ├── ProtocolError                a peer sent what it must not send
+        │   └── ProtocolMismatch         the peer speaks another protocol version
+        ├── AuthenticationFailed         the peer does not know the cluster secret
+        ├── Cancelled                    the caller no longer wants the answer
+        └── RemoteError                  a peer failed in a way that this tree does not name
+
+An exception of the tree crosses a process boundary as the map `{code, message, data?}` where
+`code` is the name of its class, and comes back as that class (`to_wire`, `from_wire`). Nothing is
+ever unpickled: a map can only name a class that this process has already imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+_BY_NAME: dict[str, type[CspsError]] = {}
+
+
+class CspsError(Exception):
+    """Base of the tree. Subclasses defined in other rooms cross the wire as well."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        assert cls.__name__ not in _BY_NAME, f"two exceptions are named {cls.__name__}"
+        _BY_NAME[cls.__name__] = cls
+
+    def wire_data(self) -> dict[str, Any]:
+        """Keyword arguments that rebuild this exception; empty if its message alone does."""
+        return {}
+
+
+class RequestError(CspsError, ValueError):
+    """The client's mistake, with all that an OpenAI-shaped error body carries."""
+
+    status: ClassVar[int] = 400
+    """HTTP status."""
+    type: ClassVar[str] = "invalid_request_error"
+    """OpenAI's error family."""
+    code: str | None = None
+    """OpenAI's machine-readable reason."""
+    param: str | None = None
+    """The field at fault, as a dotted path."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"message": str(self), "param": self.param}
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, unknown, of the wrong type or out of range."""
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt and answer need more tokens than the model, or the KV cache, can hold."""
+
+    code = "context_length_exceeded"
+
+    def __init__(
+        self, *, prompt_tokens: int, output_tokens: int, limit: int, param: str | None = None
+    ) -> None:
+        self.prompt_tokens, self.output_tokens, self.limit = prompt_tokens, output_tokens, limit
+        super().__init__(
+            f"This server's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_tokens + output_tokens} tokens ({prompt_tokens} in the prompt, "
+            f"{output_tokens} for the answer). Please shorten the prompt or the answer.",
+            param=param,
+        )
+
+    def wire_data(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "limit": self.limit,
+            "param": self.param,
+        }
+
+
+class Unauthorized(RequestError):
+    """No API key, or one that this server does not know."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def __init__(self, message: str = "Incorrect API key provided.") -> None:
+        super().__init__(message)
+
+    def wire_data(self) -> dict[str, Any]:
+        return {}
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, *, model: str, served: str) -> None:
+        self.model, self.served = model, served
+        super().__init__(
+            f"The model {abridged(model)} does not exist; this server serves '{served}'.",
+            param="model",
+        )
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"model": self.model, "served": self.served}
+
+
+class QueueFull(RequestError):
+    """Admission is closed for now."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"message": str(self), "retry_after_s": self.retry_after_s}
+
+
+class ConfigError(CspsError, ValueError):
+    """The operator's mistake: a setting, a checkpoint or a topology that cannot be served."""
+
+
+class FaultError(CspsError, RuntimeError):
+    """Something broke. Neither client nor operator asked for it."""
+
+
+class GangLost(FaultError):
+    """A rank died; its gang is being replaced and what it held is gone."""
+
+
+class DeadlineExceeded(FaultError):
+    """A wait took longer than it may; `name` says which."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(f"{name} did not finish within {seconds:g} s")
+        self.name, self.seconds = name, seconds
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"name": self.name, "seconds": self.seconds}
+
+
+class TransferError(FaultError):
+    """KV cache arrived incomplete, out of place, from a former gang, or not at all."""
+
+
+class ConnectionLost(FaultError):
+    """The connection is gone; what was asked over it will not be answered."""
+
+
+class ProtocolError(FaultError):
+    """A peer sent what the protocol does not allow."""
+
+
+class ProtocolMismatch(ProtocolError):
+    """Two processes of different releases met."""
+
+    def __init__(self, *, ours: int, theirs: int) -> None:
+        super().__init__(
+            f"protocol version mismatch: this side speaks version {ours}, the peer {theirs}; "
+            "run the same release on every node"
+        )
+        self.ours, self.theirs = ours, theirs
+
+    def wire_data(self) -> dict[str, Any]:
+        # Seen from the other end of the wire the two change places.
+        return {"ours": self.theirs, "theirs": self.ours}
+
+
+class AuthenticationFailed(FaultError):
+    """A peer could not prove that it knows the cluster secret."""
+
+
+class Cancelled(FaultError):
+    """The caller withdrew the request or went away."""
+
+
+class RemoteError(FaultError):
+    """A peer failed with something outside this tree; `code` is the name it gave."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}" if message else code)
+        self.code, self.message = code, message
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message}
+
+
+def to_wire(exc: BaseException) -> dict[str, Any]:
+    """The map that stands for `exc` in an RPC response."""
+    wire: dict[str, Any] = {"code": type(exc).__name__, "message": str(exc)}
+    if isinstance(exc, CspsError) and (data := exc.wire_data()):
+        wire["data"] = data
+    return wire
+
+
+def from_wire(wire: object) -> CspsError:
+    """The exception that a peer's error object stands for; `RemoteError` if it names no class."""
+    if not isinstance(wire, Mapping):
+        return RemoteError("error", str(wire))
+    code, message, data = str(wire.get("code")), str(wire.get("message")), wire.get("data")
+    cls = _BY_NAME.get(code)
+    if cls is None:
+        return RemoteError(code, message)
+    try:
+        return cls(**data) if data else cls(message)
+    except (TypeError, ValueError):  # a peer of another release may send other arguments
+        return RemoteError(code, message)
+
+
+def abridged(value: object, limit: int = 64) -> str:
+    """`repr` cut to `limit` characters: user input is echoed, but never a megabyte of it."""
+    # Slicing before repr() keeps the cost independent of the input's length.
+    text = repr(value[: limit + 1]) if isinstance(value, str | bytes) else repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Text to append to "unknown <name>": the likeliest intended name, or all allowed ones.
+
+    >>> nearest("max_token", ["max_tokens", "model"])
+    "; did you mean 'max_tokens'?"
+    >>> nearest("zzz", ["b", "a"])
+    '; allowed: a, b'
+    """
+    choices = sorted(allowed)
+    # difflib is quadratic in the length of the name, which a client chooses.
+    close = difflib.get_close_matches(name[:64], choices, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; allowed: {', '.join(choices)}"

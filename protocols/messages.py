@@ -1,0 +1,275 @@
+"""What the router and the ranks say to each other over MessagePack-RPC.
+
+Messages are grouped by recipient. Every class is a frozen dataclass that `protocols.schema`
+packs and unpacks strictly. Token ids travel as little-endian int32 bytes, because a million
+MessagePack integers would take the event loop a tenth of a second to build.
+
+Vocabulary
+----------
+rid        the router's integer for one *attempt* at one request; a retry gets a new one
+rank       a process of a gang, 0 .. instances * tp - 1; instance i owns ranks [i*tp, (i+1)*tp)
+instance   one copy of the weights, the unit that policies place work on
+span       a range [start, stop) of token positions of one request
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SCHEMA_VERSION = 1
+
+Role = Literal["prefill", "decode", "elastic"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Token positions [start, stop) of one request."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"span [{self.start}, {self.stop}) is not a range of positions")
+
+    @property
+    def length(self) -> int:
+        """Tokens in the span."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvShare:
+    """The instance that holds (or is to hold) the KV of one span of a request."""
+
+    instance: int
+    span: Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token of a request is drawn; names and defaults are the OpenAI API's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """Number of alternatives to report besides the drawn token; None reports nothing."""
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends of sequence included, unless the request ignores them."""
+
+
+# --- to every rank -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attach:
+    """`attach`: a router takes the rank over; whatever an earlier router left is dropped."""
+
+    router_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankDescription:
+    """What `describe` and `attach` answer."""
+
+    gang_id: str
+    role: Role
+    rank: int
+    world_size: int
+    tp: int
+    location: str
+    """Rack-Server-GPU id, for instance "0-3-1"."""
+    kv_slots: int
+    kv_bytes_per_token: int
+    layers: int
+    model: str
+    model_fingerprint: str
+    """Digest of the model's config; gangs that differ must not exchange KV."""
+    max_positions: int
+    store_host: str
+    store_port: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectBridge:
+    """`connect_bridge`: join the process group that spans a prefill and a decode gang."""
+
+    epoch: str
+    """Names the pair of gangs; carried by every KV header, so that a stale one is refused."""
+    store_host: str
+    store_port: int
+    prefill_ranks: int
+    decode_ranks: int
+    prefill_tp: int
+    decode_tp: int
+
+
+# --- to prefill ranks ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPiece:
+    """A chunk of one request inside a job: positions [start, start + length)."""
+
+    rid: int
+    start: int
+    length: int
+    history: tuple[KvShare, ...] = ()
+    """Where the KV of earlier chunks lies, in any order; the slots are known to its holders."""
+    placement: tuple[KvShare, ...] = ()
+    """Who keeps the KV of this chunk; empty keeps it where it is computed."""
+    destinations: tuple[KvShare, ...] = ()
+    """Decode instances to stream the chunk's KV to; empty keeps it here."""
+    last: bool = True
+    """The prompt ends with this chunk: draw the first token."""
+    sampling: Sampling = Sampling()
+    prompt_tokens: bytes = b""
+    """Distinct prompt tokens, int32; sent only when a repetition penalty needs them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillJob:
+    """`prefill`: one variable-length batch on one ordered group of instances.
+
+    The pieces are laid end to end and cut at `bounds`: instance `group[i]` computes tokens
+    [bounds[i], bounds[i+1]) of the concatenation. Every rank of the gang receives every job,
+    because the order of jobs is what keeps overlapping groups from deadlocking; `tokens` holds
+    only the receiver's own share.
+    """
+
+    job_id: int
+    """Place in the router's total order of the gang's jobs."""
+    group: tuple[int, ...]
+    bounds: tuple[int, ...]
+    pieces: tuple[PrefillPiece, ...]
+    tokens: bytes = b""
+    strategy: str = "ulysses"
+    urgent: bool = False
+    """May run between two layers of a running job that is not urgent."""
+    trace: dict[str, str] = field(default_factory=dict)
+    """W3C trace context of the first piece's request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRequest:
+    """`cancel`: stop working for a request and free what it holds, at any stage."""
+
+    rid: int
+
+
+# --- to decode ranks -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reserve:
+    """`reserve`: set KV slots aside and expect the prompt's KV from a prefill gang."""
+
+    rid: int
+    epoch: str
+    shares: tuple[KvShare, ...]
+    """The whole prompt's KV placement over the gang's instances."""
+    master: int
+    """Instance that embeds the request's tokens, stores their KV and draws the next one."""
+    prompt_length: int
+    sampling: Sampling
+    prompt_tokens: bytes = b""
+    trace: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinBatch:
+    """`join`, to the leader: the request's KV has landed everywhere, decode it."""
+
+    rid: int
+    first_token: int
+
+
+# --- to the router (notifications on the router's own connection) ---------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one token id under the distribution the token was drawn from."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDrawn:
+    """`token`: one token of a request, in order of `index` (0 is prefill's)."""
+
+    rid: int
+    index: int
+    token: int
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillDone:
+    """`prefill_done`, from each rank of a job's group: computed, and all KV sent and freed."""
+
+    job_id: int
+    rank: int
+    cancelled: bool
+    queue_s: float
+    compute_s: float
+    communication_s: float
+    transfer_s: float
+    yielded_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLanded:
+    """`landed`, from a decode rank: its whole share of the prompt's KV is in its pool."""
+
+    rid: int
+    rank: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsFreed:
+    """`freed`: the rank holds nothing of the request any more."""
+
+    rid: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestFailed:
+    """`failed`: the rank cannot serve the request; `code` names an error of the tree."""
+
+    rid: int
+    rank: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStats:
+    """What `stats` answers: for metrics, health and the tests' leak checks."""
+
+    rank: int
+    kv_slots: int
+    kv_used: int
+    requests: int
+    running: int
+    waiting: int
+    iterations: int

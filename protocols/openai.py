@@ -1,0 +1,462 @@
+"""What clients ask for: the OpenAI requests this server accepts, checked to the last field.
+
+`parse_request` turns the bytes of a body into a model or raises `InvalidRequest`, whatever the
+bytes are. Every field of OpenAI's schema is known here. One that does not apply to this server is
+accepted and ignored where ignoring it does no harm (`user`), and refused where the answer would not
+be what was asked for (`tools`). A field that nobody knows is refused with the name it resembles.
+JSON null means "not given", as it does for OpenAI.
+
+Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`CspsOptions`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from csps.protocols.errors import InvalidRequest, abridged, nearest
+
+MAX_STOP_STRINGS = 16
+MAX_TOKEN_ID = 2**31 - 1
+
+# --- checks that a type cannot express ------------------------------------------------------
+
+
+def _fail(text: str, field: str | None = None) -> NoReturn:
+    """Refuse the value at hand, or the `field` of the object at hand."""
+    raise PydanticCustomError("csps", "{text}", {"text": text, "field": field})
+
+
+def _between(low: float, high: float) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not low <= value <= high:
+            _fail(f"must be between {low} and {high}, got {_shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _above(low: float, high: float = math.inf) -> AfterValidator:
+    """In (low, high], and finite."""
+    limit = "" if high == math.inf else f" and at most {high}"
+
+    def check(value: Any) -> Any:
+        if not (low < value <= high and math.isfinite(value)):
+            _fail(f"must be greater than {low}{limit}, got {_shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _at_least(low: int) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value < low:
+            _fail(f"must be at least {low}, got {_shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _only(supported: object) -> AfterValidator:
+    """For a field of OpenAI's of which this server implements one value."""
+
+    def check(value: Any) -> Any:
+        if value != supported:
+            _fail(f"only {_shown(supported)} is supported, got {_shown(value)}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _shown(value: object) -> str:
+    """A value as its sender wrote it, as far as it is short."""
+    match value:
+        case None | True | False:
+            return {None: "null", True: "true", False: "false"}[value]
+        case []:
+            return "[]"
+        case float():
+            return f"{value:g}"
+        case list():
+            return "an array"
+        case dict():
+            return "an object"
+        case _:
+            return abridged(value)
+
+
+def _is_token_ids(value: object) -> bool:
+    # As a set of types: a prompt may hold a million ids.
+    return (
+        isinstance(value, list)
+        and set(map(type, value)) == {int}
+        and min(value) >= 0
+        and max(value) <= MAX_TOKEN_ID
+    )
+
+
+def _prompt(value: Any) -> str | list[int]:
+    """One prompt in any of the four shapes that OpenAI has for it."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            _fail(f"only one prompt a request is supported, got {len(value)}")
+        value = value[0]
+    if value in ("", []):
+        _fail("must not be empty")
+    if isinstance(value, str):
+        return value
+    if not _is_token_ids(value):
+        _fail(f"must be a string or an array of token ids, got {_shown(value)}")
+    ids: list[int] = value
+    return ids
+
+
+def _content(value: Any) -> str:
+    """A message's text; parts are joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        _fail(f"must be a string or an array of text parts, got {_shown(value)}")
+    return "\n".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "refusal"):
+        _fail(f"only parts of type 'text' are supported, got {_shown(kind or part)}")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        _fail(f"'{kind}' of a part must be a string, got {_shown(text)}")
+    return text
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        _fail(f"must be a string or an array of strings, got {_shown(value)}")
+    if len(strings) > MAX_STOP_STRINGS:
+        _fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
+    if "" in strings:
+        _fail("must not contain an empty string")
+    return tuple(strings)
+
+
+def _stop_token_ids(value: Any) -> tuple[int, ...]:
+    if value != [] and not _is_token_ids(value):
+        _fail(f"must be an array of token ids, got {_shown(value)}")
+    return tuple(value)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        _fail(f"must be an object of token ids and biases, got {_shown(value)}")
+    return {_bias_token(token): _bias(bias) for token, bias in value.items()}
+
+
+def _bias_token(token: str) -> int:
+    # isdecimal() alone would admit the digits of every script.
+    if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+        _fail(f"keys must be token ids, got {_shown(token)}")
+    return int(token)
+
+
+def _bias(bias: Any) -> float:
+    if type(bias) not in (int, float) or not -100 <= bias <= 100:
+        _fail(f"biases must be numbers between -100 and 100, got {_shown(bias)}")
+    return float(bias)
+
+
+def _nothing(value: Any) -> None:
+    if value != [] and value != "":
+        _fail("not supported by this server")
+
+
+def _text_only(value: Any) -> list[str]:
+    if value != ["text"]:
+        _fail("only ['text'] is supported")
+    return ["text"]
+
+
+def _text_format(value: Any) -> dict[str, Any]:
+    if value != {"type": "text"}:
+        _fail("only {'type': 'text'} is supported")
+    return {"type": "text"}
+
+
+# --- models ---------------------------------------------------------------------------------
+
+
+class _Object(BaseModel):
+    """A JSON object with known fields and no others; values are never coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_and_given(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        for name in data:
+            if name not in fields:
+                _fail(f"unknown field{nearest(name, fields)}", name)
+        return {name: value for name, value in data.items() if value is not None}
+
+
+class StreamOptions(_Object):
+    """How a stream reports usage."""
+
+    include_usage: bool = False
+    """A last chunk with the usage and no choices."""
+    continuous_usage_stats: bool = False
+    """vLLM's: with `include_usage`, every chunk carries the usage so far."""
+    include_obfuscation: bool = False
+    """Ignored."""
+
+
+class CspsOptions(_Object):
+    """What this server can trade, request by request."""
+
+    objective: Literal["ttft", "accuracy"] | None = None
+    """What to make the best of within the bound on the other; None takes the server's default."""
+    max_accuracy_loss: Annotated[float, _between(0, 1)] | None = None
+    """Share of accuracy that may be lost."""
+    max_ttft_ms: Annotated[float, _above(0)] | None = None
+    attention: Literal["auto", "exact", "csa"] = "auto"
+    levels: Annotated[int, _between(1, 4)] | None = None
+    """N_v, with `attention: csa`."""
+    drop_ratio: float | None = None
+    """p in [0, 1), with `attention: csa`."""
+    explain: bool = False
+    """The answer reports plan and timings."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.drop_ratio is not None and not 0 <= self.drop_ratio < 1:
+            _fail(
+                f"must be at least 0 and less than 1, got {_shown(self.drop_ratio)}", "drop_ratio"
+            )
+        for name in ("levels", "drop_ratio"):
+            if self.attention != "csa" and getattr(self, name) is not None:
+                _fail("needs 'attention': 'csa'", name)
+        return self
+
+
+class GenerationRequest(_Object):
+    """What both endpoints have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Annotated[int, _at_least(1)] | None = None
+    max_completion_tokens: Annotated[int, _at_least(1)] | None = None
+    """Newer name of `max_tokens`; wins over it."""
+    temperature: Annotated[float, _between(0, 2)] = 1.0
+    top_p: Annotated[float, _above(0, 1)] = 1.0
+    frequency_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    presence_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    seed: Annotated[int, _between(-(2**63), 2**63 - 1)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
+    n: Annotated[int, _only(1)] = 1
+    user: str | None = None
+
+    # vLLM's
+    top_k: Annotated[int, _at_least(-1)] = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: Annotated[float, _between(0, 1)] = 0.0
+    repetition_penalty: Annotated[float, _above(0)] = 1.0
+    min_tokens: Annotated[int, _at_least(0)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
+    skip_special_tokens: bool = True
+
+    csps: CspsOptions = CspsOptions()
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens to generate; None is as many as fit."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        limit = self.output_limit
+        if limit is not None and self.min_tokens > limit:
+            _fail(f"must not exceed max_tokens ({_shown(limit)})", "min_tokens")
+        if not self.stream and "stream_options" in self.model_fields_set:
+            _fail("only allowed when 'stream' is true", "stream_options")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    """Text or token ids."""
+    logprobs: Annotated[int, _between(0, 5)] | None = None
+    """Number of alternatives to report beside each drawn token."""
+    best_of: Annotated[int, _only(1)] = 1
+    echo: Annotated[bool, _only(False)] = False
+    suffix: Annotated[None, PlainValidator(_nothing)] = None
+
+    @property
+    def output_limit(self) -> int:
+        """Most tokens to generate; OpenAI's default for completions is 16."""
+        return super().output_limit or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        return self.logprobs
+
+
+class Message(_Object):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, PlainValidator(_content)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    # Clients send back what they got, with these fields empty.
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    audio: Annotated[None, PlainValidator(_nothing)] = None
+    function_call: Annotated[None, PlainValidator(_nothing)] = None
+    tool_calls: Annotated[None, PlainValidator(_nothing)] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            _fail("required", "content")
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
+    # Fail fast: a body with a million bad messages gets one error, not a million.
+    messages: Annotated[list[Message], FailFast()]
+    logprobs: bool = False
+    top_logprobs: Annotated[int, _between(0, 20)] | None = None
+    """Number of alternatives to report beside each drawn token, with `logprobs`."""
+
+    # vLLM's
+    add_generation_prompt: bool = True
+    continue_final_message: Annotated[bool, _only(False)] = False
+
+    # Refused unless they ask for nothing
+    audio: Annotated[None, PlainValidator(_nothing)] = None
+    functions: Annotated[None, PlainValidator(_nothing)] = None
+    function_call: Literal["none", "auto"] = "none"
+    modalities: Annotated[list[str], PlainValidator(_text_only)] = ["text"]
+    response_format: Annotated[dict[str, Any], PlainValidator(_text_format)] = {"type": "text"}
+    tools: Annotated[None, PlainValidator(_nothing)] = None
+    tool_choice: Literal["none", "auto"] = "none"
+
+    # Ignored
+    metadata: dict[str, str] | None = None
+    moderation: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """Tokens to report beside each drawn one; None reports no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _chat_fields_agree(self) -> Self:
+        if not self.messages:
+            _fail("must not be empty", "messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            _fail("needs 'logprobs': true", "top_logprobs")
+        return self
+
+
+# --- from bytes -----------------------------------------------------------------------------
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_request(cls: type[R], body: bytes) -> R:
+    """Read a request.
+
+    Raises
+    ------
+    InvalidRequest
+        `body` is not UTF-8, not JSON (NaN, lone surrogates and nesting deeper than 200 count as
+        such), not an object, or not a `cls`. The message names the first field at fault.
+    """
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as exc:
+        raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, got {_shown(data)}")
+    try:
+        return cls.model_validate(data)
+    except ValidationError as exc:
+        raise _explained(exc.errors(include_url=False)[0]) from None
+
+
+_EXPECTED: dict[str, str] = {
+    "bool_type": "a boolean",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "list_type": "an array",
+    "model_type": "an object",
+    "string_type": "a string",
+}
+"""By pydantic's name for the error."""
+
+
+def _explained(error: ErrorDetails) -> InvalidRequest:
+    """pydantic's finding in the words of the API."""
+    context = error.get("ctx", {})
+    path = _path((*error["loc"], *([context["field"]] if context.get("field") else [])))
+    return InvalidRequest(f"{path}: {_complaint(error, context)}", param=path)
+
+
+def _complaint(error: ErrorDetails, context: dict[str, Any]) -> str:
+    kind, got = error["type"], _shown(error["input"])
+    if kind == "csps":
+        return str(context["text"])
+    if kind == "missing":
+        return "required"
+    if kind == "literal_error":
+        return f"must be {context['expected']}, got {got}"
+    if kind in _EXPECTED:
+        return f"must be {_EXPECTED[kind]}, got {got}"
+    return f"{error['msg']}, got {got}"
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` as `messages[0].role`."""
+    path = ""
+    for step in steps:
+        path += f"[{step}]" if isinstance(step, int) else f".{step[:64]}"
+    return path.removeprefix(".")

@@ -1,0 +1,220 @@
+"""What clients get: OpenAI's response bodies, whole ones and errors (streams: `openai_stream`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel
+
+from csps.protocols.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    GangLost,
+    RequestError,
+)
+
+FinishReason = Literal["stop", "length"]
+
+_LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; vLLM's value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLogprob:
+    """A token as text, with its log-probability and those of the likeliest tokens instead of it."""
+
+    token: str
+    token_bytes: bytes
+    """Of the token alone; `token` may hold replacement characters where it splits a character."""
+    logprob: float
+    top: tuple[TextLogprob, ...] = ()
+
+    @property
+    def finite(self) -> float:
+        """`logprob` as JSON can express it."""
+        return self.logprob if math.isfinite(self.logprob) else _LEAST_LOGPROB
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int) -> Self:
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+
+
+# --- /v1/completions ------------------------------------------------------------------------
+
+
+class CompletionLogprobs(BaseModel):
+    """Four parallel lists, one element per token."""
+
+    text_offset: list[int]
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+
+    @classmethod
+    def of(cls, entries: Sequence[TextLogprob], *, offset: int = 0) -> Self:
+        """`offset`: characters of the answer before the first entry."""
+        offsets = []
+        for entry in entries:
+            offsets.append(offset)
+            offset += len(entry.token)
+        return cls(
+            text_offset=offsets,
+            tokens=[entry.token for entry in entries],
+            token_logprobs=[entry.finite for entry in entries],
+            # As at OpenAI, the drawn token is always among them.
+            top_logprobs=[{top.token: top.finite for top in (*e.top, e)} for e in entries],
+        )
+
+
+class CompletionChoice(BaseModel):
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class CompletionResponse(BaseModel):
+    """Body of the answer of `POST /v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    csps: dict[str, Any] | None = None
+    """Plan and timings, where the request asked for them; left out otherwise."""
+
+
+# --- /v1/chat/completions -------------------------------------------------------------------
+
+
+class ChatTopLogprob(BaseModel):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
+
+    @classmethod
+    def of(cls, entry: TextLogprob) -> Self:
+        return cls(
+            token=entry.token,
+            bytes=list(entry.token_bytes),
+            logprob=entry.finite,
+            top_logprobs=[
+                ChatTopLogprob(token=t.token, bytes=list(t.token_bytes), logprob=t.finite)
+                for t in entry.top
+            ],
+        )
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+    @classmethod
+    def of(cls, entries: Sequence[TextLogprob]) -> Self:
+        return cls(content=[ChatTokenLogprob.of(entry) for entry in entries])
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletionResponse(BaseModel):
+    """Body of the answer of `POST /v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    """Unix time in seconds."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    csps: dict[str, Any] | None = None
+    """Plan and timings, where the request asked for them; left out otherwise."""
+
+
+# --- /v1/models -----------------------------------------------------------------------------
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "csps"
+    max_model_len: int
+    """Most tokens of prompt and answer together; vLLM's name."""
+
+
+class ModelList(BaseModel):
+    """Body of the answer of `GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+# --- errors ---------------------------------------------------------------------------------
+
+
+def error_body(exc: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """HTTP status, body and headers for a request that failed with `exc`.
+
+    A `RequestError` is explained to the client. Anything else is our own affair: the client learns
+    whether to try again, and no more.
+    """
+    if isinstance(exc, RequestError):
+        return exc.status, _error(str(exc), exc.type, exc.param, exc.code), _headers(exc)
+    status, message, code = _public_face(exc)
+    retry = {"Retry-After": "5"} if status == 503 else {}
+    return status, _error(message, "server_error", None, code), retry
+
+
+def _headers(exc: RequestError) -> dict[str, str]:
+    retry_after_s: float | None = getattr(exc, "retry_after_s", None)
+    if retry_after_s is not None:
+        return {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return {"WWW-Authenticate": "Bearer"} if exc.status == 401 else {}
+
+
+def _public_face(exc: BaseException) -> tuple[int, str, str]:
+    match exc:
+        case GangLost() | ConnectionLost():
+            return 503, "A part of the server is being restarted. Try again.", "unavailable"
+        case DeadlineExceeded():
+            return 504, "The request took longer than the server allows.", "timeout"
+        case Cancelled():
+            return 499, "The request was cancelled.", "cancelled"
+        case _:
+            return 500, "The server failed to process the request.", "internal_error"
+
+
+def _error(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

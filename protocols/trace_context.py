@@ -1,0 +1,61 @@
+"""W3C trace context across our own wires.
+
+OpenTelemetry's API only: a process without an SDK installed pays one look-up per call.
+The carrier is a plain `dict[str, str]` with the standard's names, `traceparent` and `tracestate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+# Not `opentelemetry.propagate`: that one is whatever the environment configures, and the two ends
+# of a wire must agree.
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def inject() -> dict[str, str]:
+    """The current span as a carrier; empty when there is none."""
+    if not trace.get_current_span().get_span_context().is_valid:
+        return {}
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return carrier
+
+
+def extract(carrier: Mapping[str, object]) -> Context:
+    """The context that `carrier` describes, on an empty one; malformed fields are ignored."""
+    fields = {
+        name: value
+        for name in ("traceparent", "tracestate")
+        if isinstance(value := carrier.get(name), str)
+    }
+    return _PROPAGATOR.extract(fields, context=Context())
+
+
+@contextmanager
+def attached(carrier: Mapping[str, object]) -> Iterator[None]:
+    """Make the context of `carrier` current; tasks created inside inherit it."""
+    token = otel_context.attach(extract(carrier))
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
+
+
+@contextmanager
+def span(
+    name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
+) -> Iterator[None]:
+    """A span under the trace that came with a message; nothing at all without one."""
+    if not carrier:
+        yield
+        return
+    tracer = trace.get_tracer("csps")
+    with tracer.start_as_current_span(name, context=extract(carrier), attributes=dict(attributes)):
+        yield
