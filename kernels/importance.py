@@ -1,0 +1,126 @@
+"""How much attention each key received: what token dropping goes by (CSPS §3.2.3).
+
+The paper takes the attention scores of the previous layer. A key's score is a column sum of the
+probability matrix; the softmax denominators of the rows alone do not give it, so queries and keys
+are multiplied once more. A window of the last queries is this function on those queries only.
+
+Shape suffixes: t tokens, h heads (of q, or the fewer of k), g kv heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from csps.kernels.checks import check_tensors, check_tokens, softmax_scale
+from csps.kernels.positions import Offsets, Positions, as_tensor
+
+BEYOND_POSITIONS = 2**32  # keeps the positions of one sequence apart from the next one's
+
+
+def importance(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    lse_ht: Tensor,
+    *,
+    q_positions: Positions | None,
+    k_positions: Positions | None,
+    scale: float | None = None,
+    cu_seqlens_q: Offsets | None = None,
+    cu_seqlens_k: Offsets | None = None,
+) -> Tensor:
+    """Mean probability that the queries which see a key give it, summed over its query heads.
+
+    Early keys are seen by more queries than late ones; the mean makes them comparable.
+
+    Args:
+        q_thd, k_thd, q_positions, k_positions, scale, cu_seqlens_q, cu_seqlens_k: as for
+            `csps.kernels.attention.attention`.
+        lse_ht: (query heads, q tokens) of the attention of these queries over all their keys,
+            also those not given here.
+
+    Returns:
+        importance_gt: (kv heads, k tokens) fp32 (fp64 for fp64 inputs), at least 0; 0 for a key
+            that no query sees.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets that do not belong together.
+    """
+    sums_gt = column_sums(
+        q_thd, k_thd, lse_ht, q_positions=q_positions, k_positions=k_positions, scale=scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    seen_t = seeing_queries(
+        q_thd, k_thd, q_positions=q_positions, k_positions=k_positions,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    return sums_gt / seen_t.clamp_min(1)
+
+
+def column_sums(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    lse_ht: Tensor,
+    *,
+    q_positions: Positions | None,
+    k_positions: Positions | None,
+    scale: float | None = None,
+    cu_seqlens_q: Offsets | None = None,
+    cu_seqlens_k: Offsets | None = None,
+) -> Tensor:
+    """Numerator of `importance`, which adds up over disjoint sets of queries (micro-partitions).
+
+    Returns:
+        sums_gt: (kv heads, k tokens); sum of exp(scale * q_i k_j - lse_i) over the queries i that
+            see key j and the query heads of the kv head.
+
+    Raises:
+        ValueError: shapes, dtypes or offsets that do not belong together.
+    """
+    check_tensors(q_thd, k_thd, k_thd)
+    check_tokens(q_thd, k_thd, q_positions, k_positions, cu_seqlens_q, cu_seqlens_k)
+    if lse_ht.shape != (q_thd.shape[1], q_thd.shape[0]):
+        raise ValueError(f"lse of shape {tuple(lse_ht.shape)} for q of {tuple(q_thd.shape)}")
+    scale = softmax_scale(q_thd, scale)
+    if q_thd.numel() == 0 or len(k_thd) == 0:
+        dtype = torch.promote_types(q_thd.dtype, torch.float32)
+        return torch.zeros(k_thd.shape[1], len(k_thd), dtype=dtype, device=k_thd.device)
+    if q_thd.is_cuda:
+        from csps.kernels import triton_importance as backend
+    else:
+        from csps.kernels import cpu_importance as backend  # type: ignore[no-redef]
+    return backend.column_sums(
+        q_thd, k_thd, lse_ht, q_positions, k_positions, scale, cu_seqlens_q, cu_seqlens_k
+    )
+
+
+def seeing_queries(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    *,
+    q_positions: Positions | None,
+    k_positions: Positions | None,
+    cu_seqlens_q: Offsets | None = None,
+    cu_seqlens_k: Offsets | None = None,
+) -> Tensor:
+    """Denominator of `importance`: (k tokens,) int64, how many queries see each key.
+
+    One sort over all sequences at once, so that the host never waits for the device.
+    """
+    device = q_thd.device
+    q_end = torch.full((len(k_thd),), len(q_thd), device=device)
+    q_key = torch.zeros(len(q_thd), dtype=torch.int64, device=device)
+    k_key = torch.zeros(len(k_thd), dtype=torch.int64, device=device)
+    if q_positions is not None and k_positions is not None:
+        q_key, k_key = as_tensor(q_positions, device), as_tensor(k_positions, device)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        q_owner, k_owner = _owners(cu_seqlens_q, q_key), _owners(cu_seqlens_k, k_key)
+        q_end = torch.as_tensor(cu_seqlens_q, device=device)[1:][k_owner]
+        q_key, k_key = q_key + q_owner * BEYOND_POSITIONS, k_key + k_owner * BEYOND_POSITIONS
+    return q_end - torch.searchsorted(q_key.sort().values, k_key)
+
+
+def _owners(cu_seqlens: Offsets, tokens: Tensor) -> Tensor:
+    """(tokens,) the sequence of each token."""
+    ends = torch.as_tensor(cu_seqlens, device=tokens.device)[1:].long()
+    return torch.searchsorted(ends, torch.arange(len(tokens), device=tokens.device), right=True)

@@ -1,0 +1,221 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Flash attention with LSE in Triton: true positions, GQA, variable length (CSPS §3.2.5, §4).
+
+A program owns a block of query tokens together with all query heads of one kv head, as rows of
+one tile: each key is read once for the group, and one token of decode still fills a tile. Keys
+come in two loops, blocks seen whole by every row without a mask, then the rest with one; no
+branch inside them, so that loads stay pipelined. Work is base 2, where exp is one instruction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from csps.kernels.positions import Offsets, Positions, as_tensor
+from csps.kernels.triton_blocks import (
+    LAST_POSITION,
+    bounds_of,
+    extremes,
+    first_slot_of,
+    kernel_input,
+    load_tile,
+    offsets_tensor,
+    padded_dim,
+    seen_blocks,
+    sequence_of,
+    slots,
+)
+from csps.kernels.triton_merge import merge_stacked
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+MIN_SPLIT_BLOCKS = 4  # fewer key blocks than this are not worth a program and a merge
+WAVES = 2  # programs per processor that splitting the keys aims at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiling:
+    """How one call is cut: rows (tokens x group) and keys of a tile, warps, pipeline stages."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, begin, end,
+            stride_kt, stride_vt, scale_log2, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+            BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Online softmax over key blocks [begin, end) of a sequence whose keys begin at k, v."""
+    k += begin.to(tl.int64) * BLOCK_N * stride_kt
+    v += begin.to(tl.int64) * BLOCK_N * stride_vt
+    for block in range(begin, end):
+        rest = length - block * BLOCK_N
+        k_tile = load_tile(k, stride_kt, rest, MASKED, BLOCK_N, HEAD_DIM, BLOCK_D)
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if MASKED:
+            column = tl.arange(0, BLOCK_N)
+            visible = (column < rest)[None, :]
+            if CAUSAL:
+                position = tl.load(k_positions + block * BLOCK_N + column, mask=column < rest)
+                visible = visible & (position.to(tl.int32)[None, :] <= q_position[:, None])
+            score = tl.where(visible, score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, 1) * scale_log2)
+        shift = new_peak
+        if MASKED:  # a row that has seen nothing yet: -inf minus -inf would be NaN
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        prob = tl.exp2(score * scale_log2 - shift[:, None])
+        shrink = tl.exp2(peak - shift)
+        total = total * shrink + tl.sum(prob, 1)
+        v_tile = load_tile(v, stride_vt, rest, MASKED, BLOCK_N, HEAD_DIM, BLOCK_D)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(prob.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+        peak = new_peak
+        k += BLOCK_N * stride_kt
+        v += BLOCK_N * stride_vt
+    return acc, total, peak
+
+
+@triton.jit
+def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens_q, cu_seqlens_k,
+                      out, lse, q_tokens, k_tokens, sequences, splits, scale_log2,
+                      stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+                      GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+                      VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                      BLOCK_D: tl.constexpr):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see most: start them first
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    sequence = 0
+    if VARLEN:
+        sequence = sequence_of(slot, cu_seqlens_q, sequences, TOKENS)
+    q_begin, q_end = bounds_of(sequence, cu_seqlens_q, q_tokens, VARLEN)
+    k_begin, k_end = bounds_of(sequence, cu_seqlens_k, k_tokens, VARLEN)
+    first = q_begin + (slot - first_slot_of(sequence, q_begin, TOKENS)) * TOKENS
+    if first >= q_end:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    used = (row < TOKENS * GROUP) & (token < q_end)
+    elements = used[:, None] & (dim < HEAD_DIM)[None, :]
+    q_row = token.to(tl.int64) * stride_qt + head * stride_qh
+    q_tile = tl.load(q + q_row[:, None] + dim[None, :], mask=elements, other=0.0)
+
+    length = k_end - k_begin
+    blocks = tl.cdiv(length, BLOCK_N)
+    whole = length // BLOCK_N
+    seen = blocks
+    q_position = row
+    if CAUSAL:
+        q_position = tl.load(q_positions + token, mask=used, other=-1).to(tl.int32)
+        q_least = tl.min(tl.where(used, q_position, LAST_POSITION), 0)
+        k_positions += k_begin
+        k_slot = first_slot_of(sequence, k_begin, BLOCK_N)
+        k_seen, seen = seen_blocks(
+            least + k_slot, most + k_slot, blocks, q_least, tl.max(q_position, 0)
+        )
+        whole = tl.minimum(whole, k_seen)
+    share = tl.cdiv(seen, splits)
+    begin = split * share
+    end = tl.minimum(begin + share, seen)
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+
+    k += k_begin.to(tl.int64) * stride_kt + kv_head * stride_kh
+    v += k_begin.to(tl.int64) * stride_vt + kv_head * stride_vh
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    acc, total, peak = _attend(
+        acc, total, peak, q_tile, q_position, k, v, k_positions, length, begin, whole,
+        stride_kt, stride_vt, scale_log2, CAUSAL, False, BLOCK_N, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    acc, total, peak = _attend(
+        acc, total, peak, q_tile, q_position, k, v, k_positions, length, whole, end,
+        stride_kt, stride_vt, scale_log2, CAUSAL, True, BLOCK_N, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+
+    blind = total == 0.0
+    acc = acc / tl.where(blind, 1.0, total)[:, None]
+    heads = tl.num_programs(1) * GROUP
+    out_row = ((split * q_tokens).to(tl.int64) + token) * heads + head
+    tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], acc, mask=elements)
+    lse_row = (split * heads + head).to(tl.int64) * q_tokens + token
+    log_total = (peak + tl.log2(tl.where(blind, 1.0, total))) * LN_2
+    tl.store(lse + lse_row, tl.where(blind, float("-inf"), log_total), mask=used)
+
+
+def attention(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    q_positions: Positions | None,
+    k_positions: Positions | None,
+    scale: float,
+    cu_seqlens_q: Offsets | None,
+    cu_seqlens_k: Offsets | None,
+) -> tuple[Tensor, Tensor]:
+    """See `csps.kernels.attention.attention`; bf16, fp16 and fp32."""
+    if q_thd.dtype == torch.float64:
+        raise ValueError("fp64 attention runs on CPU only")
+    q_thd, k_thd, v_thd = (kernel_input(x) for x in (q_thd, k_thd, v_thd))
+    q_tokens, heads, dim = q_thd.shape
+    k_tokens, kv_heads, _ = k_thd.shape
+    group = heads // kv_heads
+    cu_q, cu_k = (offsets_tensor(cu, q_thd.device) for cu in (cu_seqlens_q, cu_seqlens_k))
+    sequences = 1 if cu_q is None else len(cu_q) - 1
+    tiling = choose_tiling(q_thd.dtype, dim, group, triton.cdiv(q_tokens, sequences))
+    least = most = None
+    if q_positions is not None and k_positions is not None:
+        q_positions = as_tensor(q_positions, q_thd.device)
+        k_positions = as_tensor(k_positions, q_thd.device)
+        least, most = extremes(k_positions, cu_k, sequences, tiling.block_n)
+    q_slots = slots(q_tokens, sequences, tiling.block_m // group)
+    k_blocks = triton.cdiv(k_tokens, sequences * tiling.block_n)
+    splits = _splits(q_slots * kv_heads, k_blocks, q_thd.device)
+    out_sthd = torch.empty(splits, q_tokens, heads, dim, dtype=torch.float32, device=q_thd.device)
+    lse_sht = torch.empty(splits, heads, q_tokens, dtype=torch.float32, device=q_thd.device)
+    _attention_kernel[(q_slots, kv_heads, splits)](
+        q_thd, k_thd, v_thd, q_positions, k_positions, least, most, cu_q, cu_k,
+        out_sthd, lse_sht, q_tokens, k_tokens, sequences, splits, scale * LOG2_E,
+        *q_thd.stride()[:2], *k_thd.stride()[:2], *v_thd.stride()[:2],
+        GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, VARLEN=cu_q is not None,
+        BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
+        num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    return merge_stacked(out_sthd, lse_sht) if splits > 1 else (out_sthd[0], lse_sht[0])
+
+
+def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, q_tokens: int) -> Tiling:
+    """For Hopper's 227 KiB of shared memory; a table, since tuning would stall first requests."""
+    fewest = max(16, int(triton.next_power_of_2(group)))  # a token's group stays together
+    rows = max(fewest, min(128, int(triton.next_power_of_2(q_tokens * group))))
+    if dtype == torch.float32:  # no tensor cores at full precision: for tests and small models
+        return Tiling(block_m=max(fewest, min(rows, 32)), block_n=32, warps=4, stages=2)
+    warps = 8 if rows >= 128 else 4
+    if padded_dim(head_dim) > 128:
+        return Tiling(block_m=rows, block_n=64, warps=warps, stages=2)
+    if padded_dim(head_dim) > 64:
+        return Tiling(block_m=rows, block_n=128 if rows >= 128 else 64, warps=warps, stages=2)
+    return Tiling(block_m=rows, block_n=64, warps=4, stages=3)
+
+
+def _splits(programs: int, k_blocks: int, device: torch.device) -> int:
+    """Parts to cut the keys into when the queries alone leave processors idle (decode)."""
+    wanted = triton.cdiv(WAVES * processors(device), programs)
+    return max(1, min(int(wanted), k_blocks // MIN_SPLIT_BLOCKS))
+
+
+def processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

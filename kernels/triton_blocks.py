@@ -1,0 +1,152 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""What the Triton kernels share: token blocks of a variable-length batch, and their extremes.
+
+Sequence i owns the block slots from cu_seqlens[i] // BLOCK + i up to the next one's: never fewer
+than it needs, so the grid follows from the token count alone and the host need not wait for the
+lengths. A program finds its sequence by bisection; a few slots stay empty.
+
+Masked blocks are skipped by each block's least and most position. They hold in any order of
+positions; with ascending ones, what remains is exactly the staircase.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from csps.kernels.positions import Offsets
+
+LAST_POSITION = tl.constexpr(2**31 - 1)
+SCAN = tl.constexpr(256)  # block extremes that a program looks at together
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, sequences, BLOCK: tl.constexpr):
+    """The last sequence whose slots begin at or before `slot`."""
+    low = 0
+    high = sequences
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle) // BLOCK + middle <= slot:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def bounds_of(sequence, cu_seqlens, tokens, VARLEN: tl.constexpr):
+    """First token and end of a sequence."""
+    begin = 0
+    end = tokens
+    if VARLEN:
+        begin = tl.load(cu_seqlens + sequence)
+        end = tl.load(cu_seqlens + sequence + 1)
+    return begin, end
+
+
+@triton.jit
+def first_slot_of(sequence, begin, BLOCK: tl.constexpr):
+    return begin // BLOCK + sequence
+
+
+@triton.jit
+def load_tile(base, stride, rows, BOUNDED: tl.constexpr, ROWS: tl.constexpr,
+              HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """(ROWS, BLOCK_D) of consecutive tokens; zeros past `rows` if BOUNDED, and past HEAD_DIM."""
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    pointers = base + row * stride + dim
+    if BOUNDED:
+        tile = tl.load(pointers, mask=(row < rows) & (dim < HEAD_DIM), other=0.0)
+    elif BLOCK_D != HEAD_DIM:
+        tile = tl.load(pointers, mask=dim < HEAD_DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def _extremes_kernel(positions, cu_seqlens, least, most, tokens, sequences,
+                     VARLEN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    slot = tl.program_id(0)
+    sequence = 0
+    if VARLEN:
+        sequence = sequence_of(slot, cu_seqlens, sequences, BLOCK)
+    begin, end = bounds_of(sequence, cu_seqlens, tokens, VARLEN)
+    offset = tl.arange(0, SPAN)
+    token = begin + (slot - first_slot_of(sequence, begin, BLOCK)) * BLOCK + offset
+    inside = (offset < BLOCK) & (token < end)
+    position = tl.load(positions + token, mask=inside, other=0).to(tl.int32)
+    tl.store(least + slot, tl.min(tl.where(inside, position, LAST_POSITION), 0))
+    tl.store(most + slot, tl.max(tl.where(inside, position, -1), 0))
+
+
+@triton.jit
+def seen_blocks(least, most, blocks, q_least, q_most):
+    """(whole, seen): rows between the q extremes see every key of the blocks before `whole`, and
+    none of the blocks from `seen` on."""
+    whole = blocks
+    seen = 0
+    for start in range(0, blocks, SCAN):
+        index = start + tl.arange(0, SCAN)
+        inside = index < blocks
+        begins = inside & (tl.load(least + index, mask=inside, other=0) <= q_most)
+        exceeds = inside & (tl.load(most + index, mask=inside, other=0) > q_least)
+        seen = tl.maximum(seen, tl.max(tl.where(begins, index + 1, 0), 0))
+        whole = tl.minimum(whole, tl.min(tl.where(exceeds, index, blocks), 0))
+    return whole, seen
+
+
+@triton.jit
+def seeing_blocks(least, most, blocks, k_least, k_most):
+    """(seeing, whole): rows before block `seeing` see no key between the k extremes, and rows of
+    the blocks from `whole` on see them all."""
+    seeing = blocks
+    whole = 0
+    for start in range(0, blocks, SCAN):
+        index = start + tl.arange(0, SCAN)
+        inside = index < blocks
+        reaches = inside & (tl.load(most + index, mask=inside, other=0) >= k_least)
+        falls_short = inside & (tl.load(least + index, mask=inside, other=0) < k_most)
+        seeing = tl.minimum(seeing, tl.min(tl.where(reaches, index, blocks), 0))
+        whole = tl.maximum(whole, tl.max(tl.where(falls_short, index + 1, 0), 0))
+    return seeing, tl.maximum(seeing, whole)
+
+
+def slots(tokens: int, sequences: int, block: int) -> int:
+    """Enough block slots for any split of the tokens into sequences."""
+    return tokens // block + sequences
+
+
+def extremes(
+    positions: Tensor, cu_seqlens: Tensor | None, sequences: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """Least and most position of each block slot, (slots,) int32 each."""
+    count = slots(len(positions), sequences, block)
+    least, most = torch.empty(2, count, dtype=torch.int32, device=positions.device)
+    _extremes_kernel[(count,)](
+        positions, cu_seqlens, least, most, len(positions), sequences,
+        VARLEN=cu_seqlens is not None, BLOCK=block, SPAN=triton.next_power_of_2(block),
+    )  # fmt: skip
+    return least, most
+
+
+def offsets_tensor(cu_seqlens: Offsets | None, device: torch.device) -> Tensor | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
+        return cu_seqlens
+    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+
+
+def kernel_input(x_thd: Tensor) -> Tensor:
+    """Dense last dim. On CPU the interpreter runs the kernels, and it cannot compute in bf16."""
+    if not x_thd.is_cuda and x_thd.dtype in (torch.bfloat16, torch.float16):
+        x_thd = x_thd.float()
+    return x_thd if x_thd.stride(-1) == 1 else x_thd.contiguous()
+
+
+def padded_dim(head_dim: int) -> int:
+    """Tiles are powers of two, and tensor cores take at least 16."""
+    return max(16, int(triton.next_power_of_2(head_dim)))

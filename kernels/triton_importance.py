@@ -1,0 +1,148 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Column sums of attention probabilities in Triton.
+
+A program owns a block of keys of one kv head and walks over the query blocks that see it, so
+that each sum is stored once: no atomics, the same result every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from csps.kernels.positions import Offsets, Positions, as_tensor
+from csps.kernels.triton_blocks import (
+    LAST_POSITION,
+    bounds_of,
+    extremes,
+    first_slot_of,
+    kernel_input,
+    load_tile,
+    offsets_tensor,
+    padded_dim,
+    seeing_blocks,
+    sequence_of,
+    slots,
+)
+
+LOG2_E = 1.4426950408889634
+BLOCK_M = 64  # rows: tokens x query heads of the kv head
+BLOCK_N = 128  # keys
+
+
+@triton.jit
+def _add_columns(acc, k_tile, k_position, q, lse, q_positions, tokens, begin, end, lse_stride,
+                 stride_qt, stride_qh, scale_log2, MASKED: tl.constexpr, GROUP: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Add the probabilities of query blocks [begin, end) of a sequence that begins at q, lse."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    head = row % GROUP
+    for block in range(begin, end):
+        token = block * TOKENS + row // GROUP
+        used = (row < TOKENS * GROUP) & (token < tokens)
+        q_row = token.to(tl.int64) * stride_qt + head * stride_qh
+        elements = used[:, None] & (dim < HEAD_DIM)[None, :]
+        q_tile = tl.load(q + q_row[:, None] + dim[None, :], mask=elements, other=0.0)
+        row_lse = tl.load(lse + head.to(tl.int64) * lse_stride + token, mask=used,
+                          other=float("inf"))  # fmt: skip
+        # exp2(score - inf) is 0: unused rows and rows that saw nothing add nothing.
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse) * LOG2E
+        score = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale_log2
+        prob = tl.exp2(score - row_lse[:, None])
+        if MASKED:
+            q_position = tl.load(q_positions + token, mask=used, other=-1).to(tl.int32)
+            prob = tl.where(k_position[None, :] <= q_position[:, None], prob, 0.0)
+        acc += tl.sum(prob, 0)
+    return acc
+
+
+@triton.jit
+def _column_sums_kernel(q, k, lse, q_positions, k_positions, least, most, cu_seqlens_q,
+                        cu_seqlens_k, sums, q_tokens, k_tokens, sequences, scale_log2,
+                        stride_qt, stride_qh, stride_kt, stride_kh,
+                        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
+                        VARLEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_D: tl.constexpr):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    slot = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = 0
+    if VARLEN:
+        sequence = sequence_of(slot, cu_seqlens_k, sequences, BLOCK_N)
+    q_begin, q_end = bounds_of(sequence, cu_seqlens_q, q_tokens, VARLEN)
+    k_begin, k_end = bounds_of(sequence, cu_seqlens_k, k_tokens, VARLEN)
+    first = k_begin + (slot - first_slot_of(sequence, k_begin, BLOCK_N)) * BLOCK_N
+    if first >= k_end:
+        return
+
+    rest = k_end - first
+    column = tl.arange(0, BLOCK_N)
+    k += first.to(tl.int64) * stride_kt + kv_head * stride_kh
+    k_tile = load_tile(k, stride_kt, rest, True, BLOCK_N, HEAD_DIM, BLOCK_D)
+    blocks = tl.cdiv(q_end - q_begin, TOKENS)
+    seeing = 0
+    whole = 0
+    k_position = column
+    if CAUSAL:
+        inside = column < rest
+        k_position = tl.load(k_positions + first + column, mask=inside, other=0).to(tl.int32)
+        k_least = tl.min(tl.where(inside, k_position, LAST_POSITION), 0)
+        q_positions += q_begin
+        q_slot = first_slot_of(sequence, q_begin, TOKENS)
+        seeing, whole = seeing_blocks(
+            least + q_slot, most + q_slot, blocks, k_least, tl.max(k_position, 0)
+        )
+    q += q_begin.to(tl.int64) * stride_qt + kv_head * GROUP * stride_qh
+    lse += (kv_head * GROUP).to(tl.int64) * q_tokens + q_begin
+    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if CAUSAL:
+        acc = _add_columns(
+            acc, k_tile, k_position, q, lse, q_positions, q_end - q_begin, seeing, whole,
+            q_tokens, stride_qt, stride_qh, scale_log2, True, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    acc = _add_columns(
+        acc, k_tile, k_position, q, lse, q_positions, q_end - q_begin, whole, blocks,
+        q_tokens, stride_qt, stride_qh, scale_log2, False, GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip
+    sums += kv_head.to(tl.int64) * k_tokens + first
+    tl.store(sums + column, acc, mask=column < rest)
+
+
+def column_sums(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    lse_ht: Tensor,
+    q_positions: Positions | None,
+    k_positions: Positions | None,
+    scale: float,
+    cu_seqlens_q: Offsets | None,
+    cu_seqlens_k: Offsets | None,
+) -> Tensor:
+    """See `csps.kernels.importance.column_sums`; bf16, fp16 and fp32."""
+    if q_thd.dtype == torch.float64:
+        raise ValueError("fp64 importance runs on CPU only")
+    q_thd, k_thd, lse_ht = kernel_input(q_thd), kernel_input(k_thd), lse_ht.contiguous()
+    q_tokens, heads, dim = q_thd.shape
+    k_tokens, kv_heads, _ = k_thd.shape
+    group = heads // kv_heads
+    block_m = max(BLOCK_M, triton.next_power_of_2(group))
+    cu_q, cu_k = (offsets_tensor(cu, q_thd.device) for cu in (cu_seqlens_q, cu_seqlens_k))
+    sequences = 1 if cu_q is None else len(cu_q) - 1
+    least = most = None
+    if q_positions is not None and k_positions is not None:
+        q_positions = as_tensor(q_positions, q_thd.device)
+        k_positions = as_tensor(k_positions, q_thd.device)
+        least, most = extremes(q_positions, cu_q, sequences, block_m // group)
+    sums_gt = torch.empty(kv_heads, k_tokens, dtype=torch.float32, device=q_thd.device)
+    _column_sums_kernel[(slots(k_tokens, sequences, BLOCK_N), kv_heads)](
+        q_thd, k_thd, lse_ht, q_positions, k_positions, least, most, cu_q, cu_k, sums_gt,
+        q_tokens, k_tokens, sequences, scale * LOG2_E, *q_thd.stride()[:2], *k_thd.stride()[:2],
+        GROUP=group, HEAD_DIM=dim, CAUSAL=least is not None, VARLEN=cu_q is not None,
+        BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=padded_dim(dim), num_warps=8, num_stages=2,
+    )  # fmt: skip
+    return sums_gt

@@ -1,0 +1,204 @@
+"""Attention against the fp64 oracle, over shapes and position layouts."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from dense_reference import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from csps.kernels.attention import attention
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def random_qkv(
+    seed: int,
+    q_tokens: int,
+    k_tokens: int,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((q_tokens, heads, dim), (k_tokens, kv_heads, dim), (k_tokens, kv_heads, dim))
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    return q, k, v
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> None:
+    out_thd, lse_ht = attention(q, k, v, **kwargs)
+    want_thd, want_ht = dense_attention(q, k, v, **kwargs)
+    atol = TOLERANCE[q.dtype]
+    assert out_thd.shape == q.shape
+    assert out_thd.dtype == lse_ht.dtype == q.dtype
+    torch.testing.assert_close(out_thd.double(), want_thd, atol=atol, rtol=0)
+    torch.testing.assert_close(lse_ht.double(), want_ht, atol=atol, rtol=atol)
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    chunks = torch.arange(length).tensor_split(2 * ranks)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+
+
+LAYOUTS = {
+    "whole prompt": (torch.arange(300), torch.arange(300)),
+    "chunk after history": (torch.arange(200, 300), torch.arange(300)),
+    "chunk whose history lies elsewhere": (torch.arange(200, 300), torch.arange(150, 300)),
+    "history only": (torch.arange(200, 300), torch.arange(200)),
+    "decode": (torch.tensor([299]), torch.arange(300)),
+    "decode of a few": (torch.arange(296, 300), torch.arange(300)),
+    "future only": (torch.arange(100), torch.arange(100, 400)),
+    "keys begin midway": (torch.arange(300), torch.arange(100, 250)),
+    "zigzag, own shard": (zigzag(801, 3, 1), zigzag(801, 3, 1)),
+    "zigzag, later shard": (zigzag(801, 3, 0), zigzag(801, 3, 2)),
+    "zigzag, earlier shard": (zigzag(801, 3, 2), zigzag(801, 3, 0)),
+    "zigzag after history": (300 + zigzag(600, 2, 1), torch.arange(900)),
+    "striped, later shard": (torch.arange(1, 600, 4), torch.arange(3, 600, 4)),
+    "striped, earlier shard": (torch.arange(3, 600, 4), torch.arange(0, 600, 4)),
+    "striped over all keys": (torch.arange(1, 600, 4), torch.arange(600)),
+    "all queries over a stripe": (torch.arange(600), torch.arange(1, 600, 4)),
+    "descending": (torch.arange(300).flip(0), torch.arange(300)),
+    "shuffled": (
+        torch.randperm(400, generator=torch.Generator().manual_seed(1)),
+        torch.randperm(400, generator=torch.Generator().manual_seed(2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dtype: torch.dtype) -> None:
+    q_positions, k_positions = LAYOUTS[layout]
+    q, k, v = random_qkv(3, len(q_positions), len(k_positions), dtype=dtype)
+    check(q, k, v, q_positions=q_positions, k_positions=k_positions)
+
+
+def test_positions_left_out_mean_everything_is_seen() -> None:
+    check(*random_qkv(4, 40, 70), q_positions=None, k_positions=None)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=4))
+    q_lengths, k_lengths = [q for q, _ in lengths], [k for _, k in lengths]
+    positions = st.integers(0, draw(st.sampled_from([10, 200])))
+    q, k = sum(q_lengths), sum(k_lengths)
+    return {
+        "qkv": random_qkv(draw(st.integers(0, 9)), q, k, heads, kv_heads, draw(st.integers(1, 40))),
+        "q_positions": torch.tensor(draw(_ordered(positions, q)), dtype=torch.int64),
+        "k_positions": torch.tensor(draw(_ordered(positions, k)), dtype=torch.int64),
+        "cu_seqlens_q": [0, *accumulate(q_lengths)],
+        "cu_seqlens_k": [0, *accumulate(k_lengths)],
+        "scale": draw(st.sampled_from([None, 0.5, 1.7])),
+    }
+
+
+def _ordered(positions: st.SearchStrategy[int], count: int) -> st.SearchStrategy[list[int]]:
+    """Sorted, repeated and shuffled positions alike; a cheap draw whatever the count."""
+    seeds, kinds = st.integers(0, 2**16), st.sampled_from(["runs", "sorted", "any"])
+
+    def build(seed: int, kind: str, top: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        if kind == "runs":
+            return list(range(top, top + count))
+        drawn = torch.randint(0, 200, (count,), generator=generator)
+        return (drawn.sort().values if kind == "sorted" else drawn).tolist()
+
+    return st.builds(build, seeds, kinds, positions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_variable_length_batches(batch: dict[str, Any]) -> None:
+    q, k, v = batch.pop("qkv")
+    check(q, k, v, **batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["whole prompt", "chunk after history", "shuffled", "decode"])
+def test_half_precision_stays_near_its_own_rounding(layout: str, dtype: torch.dtype) -> None:
+    q_positions, k_positions = LAYOUTS[layout]
+    q, k, v = random_qkv(5, len(q_positions), len(k_positions), dtype=dtype)
+    out_thd, lse_ht = attention(q, k, v, q_positions=q_positions, k_positions=k_positions)
+    want_thd, want_ht = dense_attention(q, k, v, q_positions=q_positions, k_positions=k_positions)
+    assert out_thd.dtype == lse_ht.dtype == torch.float32
+    torch.testing.assert_close(out_thd.double(), want_thd, atol=2e-2, rtol=0)
+    torch.testing.assert_close(lse_ht.double(), want_ht, atol=1e-3, rtol=0)
+
+
+def test_strided_inputs_and_permuted_heads_are_read_where_they_lie() -> None:
+    qkv = torch.randn(90, 8, 32, dtype=torch.float64)
+    q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    check(q, k, v, q_positions=torch.arange(90), k_positions=torch.arange(90))
+    sparse = [x.permute(1, 2, 0).contiguous().permute(2, 0, 1) for x in (q, k, v)]
+    check(*sparse, q_positions=torch.arange(90), k_positions=torch.arange(90))
+
+
+@pytest.mark.parametrize(("q_tokens", "k_tokens"), [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_see_is_zero_and_minus_infinity(q_tokens: int, k_tokens: int) -> None:
+    q, k, v = random_qkv(6, q_tokens, k_tokens, dtype=torch.float32)
+    out_thd, lse_ht = attention(
+        q, k, v, q_positions=torch.arange(q_tokens), k_positions=torch.arange(k_tokens)
+    )
+    assert torch.equal(out_thd, torch.zeros_like(q))
+    assert torch.equal(lse_ht, torch.full((4, q_tokens), -torch.inf))
+
+
+def test_cu_seqlens_may_be_a_tensor() -> None:
+    q, k, v = random_qkv(7, 30, 30)
+    positions = torch.cat([torch.arange(10), torch.arange(20)])
+    offsets = torch.tensor([0, 10, 30], dtype=torch.int32)
+    got = attention(
+        q, k, v, q_positions=positions, k_positions=positions,
+        cu_seqlens_q=offsets, cu_seqlens_k=offsets,
+    )  # fmt: skip
+    want = attention(
+        q, k, v, q_positions=positions, k_positions=positions,
+        cu_seqlens_q=[0, 10, 30], cu_seqlens_k=[0, 10, 30],
+    )  # fmt: skip
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "positions"),
+    [
+        ([(3, 4, 8), (5, 3, 8)], "ff", (3, 5)),  # heads do not divide
+        ([(3, 4, 8), (5, 2, 4)], "ff", (3, 5)),  # head dims differ
+        ([(3, 4, 8), (5, 2, 8)], "fd", (3, 5)),  # dtypes differ
+        ([(3, 4, 8), (5, 2, 8)], "ff", (3, 4)),  # a position short
+        ([(3, 32), (5, 2, 8)], "ff", (3, 5)),  # heads not split
+    ],
+)
+def test_what_does_not_belong_together_is_refused(
+    shapes: list[tuple[int, ...]], dtypes: str, positions: tuple[int, int]
+) -> None:
+    kinds = {"f": torch.float32, "d": torch.float64}
+    q, k = (torch.zeros(s, dtype=kinds[d]) for s, d in zip(shapes, dtypes, strict=True))
+    q_positions, k_positions = (torch.arange(count) for count in positions)
+    with pytest.raises(ValueError, match=r"heads|dtype|positions|takes"):
+        attention(q, k, k, q_positions=q_positions, k_positions=k_positions)
+
+
+def test_offsets_must_cover_the_tokens() -> None:
+    q, k, v = random_qkv(8, 3, 3)
+    with pytest.raises(ValueError, match="cover 3 tokens"):
+        attention(
+            q, k, v, q_positions=None, k_positions=None, cu_seqlens_q=[0, 2], cu_seqlens_k=[0, 3]
+        )
+
+
+def test_one_sided_arguments_are_refused() -> None:
+    q, k, v = random_qkv(8, 3, 3)
+    with pytest.raises(ValueError, match="together"):
+        attention(q, k, v, q_positions=torch.arange(3), k_positions=None)
+    with pytest.raises(ValueError, match="together"):
+        attention(q, k, v, q_positions=None, k_positions=None, cu_seqlens_q=[0, 3])
