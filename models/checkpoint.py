@@ -1,0 +1,112 @@
+"""Reading parts of tensors out of a checkpoint's safetensors files.
+
+Pickled checkpoints (`*.bin`, `*.pt`) are not read: unpickling runs whatever the file says.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
+from csps.models.json_file import read_json
+from csps.models.parameters import Block, Place
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The open weight files of a model directory."""
+
+    model_dir: Path
+    files: Mapping[str, Any]
+    """Tensor name to the open file that holds it."""
+
+    def read(self, place: Place, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """The blocks of a place, stacked by rows. Only their bytes are read.
+
+        Raises:
+            MissingTensorError: the checkpoint has no such tensor.
+            CheckpointError: the tensor has another shape than the configuration asks for.
+        """
+        width = () if place[0].columns is None else (len(place[0].columns),)
+        stacked = torch.empty(
+            (sum(len(block.rows) for block in place), *width), dtype=dtype, device=device
+        )
+        start = 0
+        for block in place:
+            stop = start + len(block.rows)
+            stacked[start:stop].copy_(self._read_block(block))
+            start = stop
+        return stacked
+
+    def _read_block(self, block: Block) -> Tensor:
+        stored = self._slice(block)
+        rows = slice(block.rows.start, block.rows.stop)
+        if block.columns is None:
+            part: Tensor = stored[rows]
+        else:
+            part = stored[rows, block.columns.start : block.columns.stop]
+        return part
+
+    def _slice(self, block: Block) -> Any:
+        if block.tensor not in self.files:
+            raise MissingTensorError(f"{self.model_dir}: the weights have no {block.tensor}")
+        stored = self.files[block.tensor].get_slice(block.tensor)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if shape != block.shape:
+            raise CheckpointError(
+                f"{self.model_dir}: {block.tensor} has shape {shape}, "
+                f"but config.json asks for {block.shape}"
+            )
+        if dtype not in _FLOATS:
+            raise UnsupportedModelError(
+                f"{self.model_dir}: {block.tensor} is stored as {dtype}; "
+                f"supported: {', '.join(_FLOATS)}"
+            )
+        return stored
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
+    """Opens the weights of a model directory, one file or many.
+
+    Raises:
+        CheckpointError: there are none, or a file is damaged.
+    """
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in _weight_files(model_dir):
+            opened = stack.enter_context(_open(path))
+            files.update(dict.fromkeys(opened.keys(), opened))
+        yield Checkpoint(model_dir=model_dir, files=files)
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    single = model_dir / "model.safetensors"
+    index = model_dir / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise CheckpointError(
+            f"{model_dir}: has neither {single.name} nor {index.name}"
+            " (pickled weights are not read)"
+        )
+    weight_map = read_json(index).object("weight_map")
+    names = sorted({weight_map.text(tensor) for tensor in weight_map.values})
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index}: names a file outside its own folder")
+    return [model_dir / name for name in names]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error

@@ -1,0 +1,101 @@
+"""Reading a checkpoint's JSON files: each value typed, each mistake named with file and key."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from csps.models.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonObject:
+    """One JSON object out of a model directory. A key that is absent and one that is null are the
+    same, as they are to transformers."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._require(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._require(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._require(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._require(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; empty when the key is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when the key is absent."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise self._wrong(key, "a token id or a list of them")
+        return tuple(ids)
+
+    def object(self, key: str) -> "JsonObject":
+        """A nested object; empty when the key is absent."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return JsonObject(path=self.path, values=value or {})
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _require(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.path}: {key} is missing")
+        return value
+
+    def _wrong(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {key} must be {expected}, not {self.values[key]!r}")
+
+
+def read_json(path: Path) -> JsonObject:
+    """Reads a file that has to exist and hold a JSON object.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return JsonObject(path=path, values=values)
+
+
+def read_json_if_present(path: Path) -> JsonObject:
+    """Like `read_json`, but a file that does not exist reads as an empty object."""
+    return read_json(path) if path.exists() else JsonObject(path=path, values={})

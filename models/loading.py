@@ -1,0 +1,54 @@
+"""From a model directory to a network that can compute."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from csps.models.checkpoint import open_checkpoint
+from csps.models.families import glm, internlm2, llama
+from csps.models.network import AllReduce, Network
+from csps.models.parameters import ModelParameters, Place
+from csps.models.spec import ModelSpec, Share, read_spec, share_of
+
+_PLACES: Mapping[str, Callable[[ModelSpec, Share], ModelParameters[Place]]] = {
+    "llama": llama.places,
+    "mistral": llama.places,
+    "qwen2": llama.places,
+    "qwen3": llama.places,
+    "glm": glm.places,
+    "internlm2": internlm2.places,
+}
+
+
+def load_network(
+    model_dir: Path,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    all_reduce: AllReduce | None = None,
+) -> Network:
+    """Loads one tensor-parallel rank's share of a Hugging Face checkpoint, tensor by tensor.
+
+    Args:
+        model_dir: holds config.json and safetensors.
+        dtype: what the weights are converted to while they are read.
+        all_reduce: sums a tensor over the tensor-parallel group, in place or not, and returns the
+            sum; needed when `tp_size` > 1. A callable, so that this room knows no collectives.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature of it, is not supported.
+        MissingTensorError: a tensor that the architecture needs is not there.
+        CheckpointError: anything else that is wrong with the directory.
+    """
+    if tp_size > 1 and all_reduce is None:
+        raise ValueError("tensor parallelism needs an all_reduce")
+    spec = read_spec(model_dir)
+    share = share_of(spec, tp_rank, tp_size)
+    with open_checkpoint(model_dir) as checkpoint:
+        parameters = _PLACES[spec.family](spec, share).map(
+            lambda place: checkpoint.read(place, dtype, device)
+        )
+    return Network.of(spec, share, parameters, all_reduce if tp_size > 1 else None)

@@ -1,0 +1,182 @@
+"""Weights: one file or many, only the rank's share, and clear refusals."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import FAMILIES, make_checkpoint
+
+from csps.models import checkpoint as checkpoint_module
+from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
+from csps.models.loading import load_network
+from csps.models.spec import read_spec, share_of
+
+
+class CountingFile:
+    """An open safetensors file that counts the elements read of each tensor."""
+
+    def __init__(self, opened: Any, counts: Counter[str]) -> None:
+        self._opened, self._counts = opened, counts
+
+    def __enter__(self) -> "CountingFile":
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._opened.keys())
+
+    def get_slice(self, name: str) -> "CountingSlice":
+        return CountingSlice(self._opened.get_slice(name), name, self._counts)
+
+
+class CountingSlice:
+    def __init__(self, stored: Any, name: str, counts: Counter[str]) -> None:
+        self._stored, self._name, self._counts = stored, name, counts
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._stored[index]
+        self._counts[self._name] += part.numel()
+        return part
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counted: Counter[str] = Counter()
+
+    def counting_open(path: str, framework: str) -> CountingFile:
+        return CountingFile(safe_open(path, framework=framework), counted)
+
+    monkeypatch.setattr(checkpoint_module, "safe_open", counting_open)
+    return counted
+
+
+def rewrite(model_dir: Path, change: Any) -> None:
+    """Applies `change` to the dictionary of a checkpoint's tensors."""
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_reads_its_share_and_nothing_else(
+    tmp_path: Path, counts: Counter[str], family: str, tp_size: int
+) -> None:
+    make_checkpoint(tmp_path, family)
+    spec, stored = read_spec(tmp_path), load_file(tmp_path / "model.safetensors")
+    share = share_of(spec, 0, tp_size)
+    network = load_network(tmp_path, tp_rank=0, tp_size=tp_size, all_reduce=lambda part: part)
+    held_heads = len(share.query_heads) + 2 * len(share.kv_heads)
+    all_heads = spec.heads + 2 * spec.kv_heads
+    matrices = spec.hidden * (
+        (held_heads + len(share.query_heads)) * spec.head_dim + 3 * len(share.intermediate)
+    )
+    biases = held_heads * spec.head_dim if spec.qkv_bias else 0
+    split = ("proj", "wqkv", "wo.", "feed_forward")
+    shared = sum(
+        tensor.numel() for name, tensor in stored.items() if not any(part in name for part in split)
+    )
+    assert counts.total() == spec.layers * (matrices + biases) + shared
+    assert network.layers[0].weights.qkv.shape == (held_heads * spec.head_dim, spec.hidden)
+    if tp_size == 1:
+        assert held_heads == all_heads
+        assert counts == {name: tensor.numel() for name, tensor in stored.items()}
+
+
+def test_the_head_of_a_tied_checkpoint_is_not_read(tmp_path: Path, counts: Counter[str]) -> None:
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    load_network(tmp_path)
+    assert "lm_head.weight" not in counts
+
+
+def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
+    whole = load_network(make_checkpoint(tmp_path / "whole"))
+    cut_dir = make_checkpoint(tmp_path / "cut", shard_size="40KB")
+    assert len(list(cut_dir.glob("model-*.safetensors"))) > 1
+    cut = load_network(cut_dir)
+    for ours, theirs in zip(cut.layers, whole.layers, strict=True):
+        torch.testing.assert_close(ours.weights.qkv, theirs.weights.qkv, rtol=0, atol=0)
+        torch.testing.assert_close(ours.weights.down, theirs.weights.down, rtol=0, atol=0)
+
+
+def test_weights_are_converted_while_they_are_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
+    assert load_network(tmp_path).layers[0].weights.qkv.dtype == torch.float32
+    assert load_network(tmp_path, dtype=torch.bfloat16).norm_d.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        ("llama", "model.layers.1.self_attn.k_proj.weight"),
+        ("llama", "lm_head.weight"),
+        ("qwen2", "model.layers.0.self_attn.v_proj.bias"),
+        ("qwen3", "model.layers.0.self_attn.q_norm.weight"),
+        ("glm", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("internlm2", "model.layers.1.attention.wqkv.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(tmp_path: Path, family: str, tensor: str) -> None:
+    make_checkpoint(tmp_path, family)
+    rewrite(tmp_path, lambda tensors: tensors.pop(tensor))
+    with pytest.raises(MissingTensorError, match=tensor):
+        load_network(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(95, 64)}))
+    with pytest.raises(CheckpointError, match=rf"{name}.*\(95, 64\).*\(96, 64\)"):
+        load_network(tmp_path)
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({k: v.char() for k, v in tensors.items()}))
+    with pytest.raises(UnsupportedModelError, match="stored as I8"):
+        load_network(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled weights are not read"):
+        load_network(tmp_path)
+
+
+def test_a_cut_off_file_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read"):
+        load_network(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("model-1.safetensors", "cannot be read"), ("../other.safetensors", "outside its own folder")],
+)
+def test_an_index_that_points_nowhere(tmp_path: Path, file: str, message: str) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load_network(tmp_path)
+
+
+def test_tensor_parallelism_needs_an_all_reduce(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="all_reduce"):
+        load_network(tmp_path, tp_size=2)

@@ -1,0 +1,219 @@
+"""The forward pass of every family against transformers, whole and split by tensor parallelism."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_reference import dense_attention
+from safetensors.torch import load_file
+from tiny_checkpoints import FAMILIES, make_checkpoint, random_tokens, reference_logits
+from torch import Tensor
+
+from csps.models import network as network_module
+from csps.models.loading import load_network
+from csps.models.network import Network
+
+TOKENS = 37
+BIASED = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"attention_bias": True},
+    "glm": {"attention_bias": True},
+    "internlm2": {"bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes each checkpoint once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **config: Any) -> Path:
+        key = f"{family}{config}"
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(family), family, **config)
+        return made[key]
+
+    return make
+
+
+def forward(network: Network, token_ids: list[int], positions_t: Tensor | None = None) -> Tensor:
+    """Logits of one sequence whose tokens may lie in any order, with exact attention."""
+    positions_t = torch.arange(len(token_ids)) if positions_t is None else positions_t
+    with torch.inference_mode():
+        rotary = network.rotary(positions_t)
+        x_td = network.embed(torch.tensor(token_ids, dtype=torch.int64))
+        for layer in network.layers:
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+            assert q_thd.is_contiguous()
+            assert k_thd.is_contiguous()
+            assert v_thd.is_contiguous()
+            out_thd, _ = dense_attention(
+                q_thd,
+                k_thd,
+                v_thd,
+                q_positions=positions_t,
+                k_positions=positions_t,
+                scale=network.spec.scale,
+            )
+            x_td = layer.finish(x_td, out_thd.float())
+        return network.logits(x_td)
+
+
+def forward_in_parallel(model_dir: Path, tp_size: int, token_ids: list[int]) -> list[Tensor]:
+    """Each rank's logits; the ranks are threads that meet in every all-reduce."""
+    parts: list[Tensor] = [torch.empty(0)] * tp_size
+    barrier = threading.Barrier(tp_size, timeout=30)
+
+    def run(rank: int) -> Tensor:
+        def all_reduce(part: Tensor) -> Tensor:
+            parts[rank] = part
+            barrier.wait()
+            total = torch.stack(parts).sum(0)
+            barrier.wait()
+            return total
+
+        return forward(
+            load_network(model_dir, tp_rank=rank, tp_size=tp_size, all_reduce=all_reduce),
+            token_ids,
+        )
+
+    with ThreadPoolExecutor(tp_size) as pool:
+        return list(pool.map(run, range(tp_size)))
+
+
+def assert_logits(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(checkpoint: Callable[..., Path], family: str) -> None:
+    model_dir, token_ids = checkpoint(family), random_tokens(TOKENS)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_biases(checkpoint: Callable[..., Path], family: str) -> None:
+    model_dir, token_ids = checkpoint(family, **BIASED[family]), random_tokens(TOKENS)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tied_embeddings(checkpoint: Callable[..., Path], family: str) -> None:
+    model_dir = checkpoint(family, tie_word_embeddings=True)
+    network, token_ids = load_network(model_dir), random_tokens(TOKENS)
+    assert network.head_vd is network.embedding_vd
+    assert_logits(forward(network, token_ids), reference_logits(model_dir, token_ids))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: str(rope["rope_type"]),
+)
+def test_scaled_rope(checkpoint: Callable[..., Path], rope: dict[str, Any]) -> None:
+    model_dir = checkpoint("llama", rope_parameters={"rope_theta": 10_000.0, **rope})
+    token_ids = random_tokens(TOKENS)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+def test_head_dim_of_its_own(checkpoint: Callable[..., Path]) -> None:
+    model_dir = checkpoint("mistral", head_dim=24, num_key_value_heads=1)
+    token_ids = random_tokens(TOKENS)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size"),
+    [*((family, 2) for family in FAMILIES), ("llama", 4), ("glm", 4), ("internlm2", 4)],
+)
+def test_tensor_parallel_ranks_agree_with_transformers(
+    checkpoint: Callable[..., Path], family: str, tp_size: int
+) -> None:
+    """With 2 KV heads, 4 ranks share them two by two. Biases must be added once."""
+    model_dir, token_ids = checkpoint(family, **BIASED.get(family, {})), random_tokens(TOKENS)
+    expected = reference_logits(model_dir, token_ids)
+    for logits in forward_in_parallel(model_dir, tp_size, token_ids):
+        assert_logits(logits, expected)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 7, TOKENS])
+def test_blocks_change_nothing(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, block_tokens: int
+) -> None:
+    model_dir, token_ids = checkpoint("qwen3"), random_tokens(TOKENS)
+    monkeypatch.setattr(network_module, "CPU_BLOCK_TOKENS", block_tokens)
+    assert_logits(
+        forward(load_network(model_dir), token_ids), reference_logits(model_dir, token_ids)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "glm"])
+def test_tokens_may_lie_in_any_order(checkpoint: Callable[..., Path], family: str) -> None:
+    model_dir, token_ids = checkpoint(family), random_tokens(TOKENS)
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
+    shuffled = [token_ids[index] for index in order.tolist()]
+    logits = forward(load_network(model_dir), shuffled, positions_t=order)
+    assert_logits(logits, reference_logits(model_dir, token_ids)[order])
+
+
+def test_a_rank_without_tokens_computes_nothing(checkpoint: Callable[..., Path]) -> None:
+    network = load_network(checkpoint("qwen3"))
+    with torch.inference_mode():
+        x_td = network.embed(torch.empty(0, dtype=torch.int64))
+        q_thd, k_thd, _ = network.layers[0].qkv(x_td, network.rotary(torch.empty(0)))
+        assert q_thd.shape == (0, 4, 16)
+        assert k_thd.shape == (0, 2, 16)
+        assert network.logits(network.layers[0].finish(x_td, q_thd)).shape == (0, 272)
+
+
+def test_inputs_are_left_alone(checkpoint: Callable[..., Path]) -> None:
+    network = load_network(checkpoint("llama"))
+    layer, x_td = network.layers[0], torch.randn(5, 64)
+    attention_thd, before = torch.randn(5, 4, 16), x_td.clone()
+    with torch.inference_mode():
+        layer.qkv(x_td, network.rotary(torch.arange(5)))
+        finished = layer.finish(x_td, attention_thd)
+        in_steps = layer.mlp(layer.attention_output(x_td, attention_thd))
+    torch.testing.assert_close(x_td, before, rtol=0, atol=0)
+    torch.testing.assert_close(finished, in_steps, rtol=0, atol=0)
+
+
+def test_raw_attention_weights_are_the_checkpoints(checkpoint: Callable[..., Path]) -> None:
+    model_dir = checkpoint("llama")
+    stored = load_file(model_dir / "model.safetensors")
+    layer = load_network(model_dir).layers[1]
+    for name in "qkvo":
+        expected = stored[f"model.layers.1.self_attn.{name}_proj.weight"]
+        torch.testing.assert_close(getattr(layer, f"{name}_weight"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_stays_near_fp32(checkpoint: Callable[..., Path], family: str) -> None:
+    model_dir, token_ids = checkpoint(family), random_tokens(TOKENS)
+    logits = forward(load_network(model_dir, dtype=torch.bfloat16), token_ids)
+    assert logits.dtype == torch.float32
+    error = logits - reference_logits(model_dir, token_ids)
+    assert error.square().mean().sqrt() < 0.05  # the logits' own deviation is 1

@@ -1,0 +1,200 @@
+"""Tiny random checkpoints of every supported family, made by transformers, and its answers.
+
+Every parameter is random, norms and biases too: transformers starts them at one and at zero,
+where a norm applied twice or a bias forgotten would not show.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "glm", "internlm2")
+
+BOS, EOS = "<s>", "</s>"
+SPECIAL_TOKENS = (BOS, EOS, "<|im_start|>", "<|im_end|>")
+VOCAB = 272
+"""The tokenizer's 260 tokens and a few more, as padded embeddings have."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_AUTO: Any = AutoModelForCausalLM  # its methods are untyped
+
+_REFERENCE = "reference"
+"""Subfolder with the same weights for transformers, for families that it lacks."""
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 32_768,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": None,
+}
+_PECULIARITIES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}
+
+
+def make_checkpoint(
+    model_dir: Path, family: str = "llama", *, seed: int = 0, shard_size: str = "1GB", **config: Any
+) -> Path:
+    """Writes a checkpoint with tokenizer and chat template to `model_dir` and returns it.
+
+    Args:
+        config: fields of the family's config.json that differ from a tiny default.
+        shard_size: of one weight file; a small one gives several files and an index.
+    """
+    if family == "internlm2":
+        _make_internlm2(model_dir, seed, config)
+    else:
+        _random_model(family, seed, config).save_pretrained(model_dir, max_shard_size=shard_size)
+    make_tokenizer(model_dir)
+    return model_dir
+
+
+def reference_model(model_dir: Path) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, in fp32."""
+    reference = model_dir / _REFERENCE
+    path = reference if reference.exists() else model_dir
+    model: PreTrainedModel = _AUTO.from_pretrained(path, dtype=torch.float32).eval()
+    return model
+
+
+def reference_logits(model_dir: Path, token_ids: list[int]) -> Tensor:
+    """(tokens, vocab): transformers' logits of one sequence."""
+    with torch.inference_mode():
+        logits: Tensor = reference_model(model_dir)(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def reference_tokens(model_dir: Path, token_ids: list[int], count: int) -> list[int]:
+    """The `count` tokens that greedy decoding in transformers appends, past any end token."""
+    model = reference_model(model_dir)
+    generated = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            logits = model(torch.tensor([generated]), use_cache=False).logits[0, -1]
+            generated.append(int(logits.argmax()))
+    return generated[len(token_ids) :]
+
+
+def random_tokens(count: int, *, seed: int = 0) -> list[int]:
+    """Token ids that every tiny vocabulary has."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, 256, (count,), generator=generator).tolist()
+    return ids
+
+
+def make_tokenizer(model_dir: Path) -> PreTrainedTokenizerFast:
+    """Writes a tokenizer of one token a byte, which begins texts with BOS, to `model_dir`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    bos = backend.token_to_id(BOS)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos)]
+    )
+    fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    tokenizer: PreTrainedTokenizerFast = fast(
+        tokenizer_object=backend, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(model_dir)
+    return tokenizer
+
+
+def _random_model(family: str, seed: int, config: dict[str, Any]) -> PreTrainedModel:
+    settings = {**_SHAPE, **_PECULIARITIES.get(family, {}), **config}
+    model: PreTrainedModel = _AUTO.from_config(AutoConfig.for_model(family, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 2:
+                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+            else:
+                parameter.copy_(0.2 * noise + (1.0 if "norm" in name else 0.0))
+    return model
+
+
+def _make_internlm2(model_dir: Path, seed: int, config: dict[str, Any]) -> None:
+    """transformers has no InternLM2: a Llama checkpoint with its weights laid out anew."""
+    bias = config.pop("bias", False)
+    reference = model_dir / _REFERENCE
+    _random_model("llama", seed, {**config, "attention_bias": bias}).save_pretrained(reference)
+    settings = json.loads((reference / "config.json").read_text())
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    weights = load_file(reference / "model.safetensors")
+    save_file(
+        _as_internlm2(weights, heads, kv_heads, settings["head_dim"]),
+        model_dir / "model.safetensors",
+    )
+    (model_dir / "config.json").write_text(json.dumps(_internlm2_config(settings, bias)))
+
+
+def _internlm2_config(llama: dict[str, Any], bias: bool) -> dict[str, Any]:
+    """In the style of its own repository: RoPE in top-level keys, no head_dim."""
+    rope = dict(llama["rope_parameters"])
+    theta, rope_type = rope.pop("rope_theta"), rope.pop("rope_type")
+    shared = {key: llama[key] for key in _SHAPE if key != "head_dim" and key in llama}
+    return {
+        **shared,
+        "architectures": ["InternLM2ForCausalLM"],
+        "model_type": "internlm2",
+        "bias": bias,
+        "rms_norm_eps": llama["rms_norm_eps"],
+        "rope_theta": theta,
+        "rope_scaling": None if rope_type == "default" else {"type": rope_type, **rope},
+        "tie_word_embeddings": llama["tie_word_embeddings"],
+    }
+
+
+_INTERNLM2_NAMES = {
+    "model.embed_tokens": "model.tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _as_internlm2(
+    weights: dict[str, Tensor], heads: int, kv_heads: int, head_dim: int
+) -> dict[str, Tensor]:
+    renamed = {}
+    for name, tensor in weights.items():
+        if ".q_proj." in name:
+            fused = [
+                (tensor := weights[name.replace("q_proj", f"{kind}_proj")]).view(
+                    kv_heads, heads // kv_heads if kind == "q" else 1, head_dim, *tensor.shape[1:]
+                )
+                for kind in "qkv"
+            ]
+            target = name.replace("self_attn.q_proj", "attention.wqkv")
+            renamed[target] = torch.cat(fused, dim=1).flatten(0, 2)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            for old, new in _INTERNLM2_NAMES.items():
+                name = name.replace(old, new)
+            renamed[name] = tensor.clone()
+    return renamed
