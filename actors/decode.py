@@ -1,0 +1,345 @@
+"""The decode loop of a rank: continuous batching over KV that lies anywhere (CSPS §4.2).
+
+Every iteration the leader (rank 0) tells the gang who joins and leaves. Each instance embeds the
+tokens of the requests it masters, stores their KV, sends their Q to the instances that hold other
+parts of those requests, computes its own part meanwhile, merges what comes back and draws. All
+ranks derive the same routes from the same orders, so that nothing else has to be agreed upon.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csps.actors.announce import Notify, token_drawn
+from csps.actors.engine import Engine
+from csps.actors.landing import Reservation
+from csps.actors.mesh import PEER_DEADLINE, Tag
+from csps.actors.orders import Change, Order, OrderChannel
+from csps.actors.sampling import Draw, TokenSampler, draw_batch
+from csps.actors.strategies.group import shares_of
+from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.protocols.errors import Cancelled, CspsError
+from csps.protocols.messages import (
+    JoinBatch,
+    RequestFailed,
+    Reserve,
+    SlotsFreed,
+    Span,
+)
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED_LEAVES = 4096
+"""A reservation that arrives after its cancellation is refused; this many are remembered."""
+
+
+@dataclass(eq=False)
+class _Decoding:
+    """A request in the batch."""
+
+    reservation: Reservation
+    token: int
+    """To be embedded next."""
+    sampler: TokenSampler | None
+    index: int = 1
+    """Number of the answer's token that the next iteration draws."""
+
+    @property
+    def rid(self) -> int:
+        return self.reservation.request.rid
+
+    @property
+    def master(self) -> int:
+        return self.reservation.request.master
+
+    @property
+    def position(self) -> int:
+        """Of the token to be embedded."""
+        return self.reservation.request.prompt_length + self.index - 1
+
+
+class DecodeLoop:
+    """Decodes the batch; `run` is the engine thread's body, the rest is called from others."""
+
+    def __init__(self, engine: Engine, notify: Notify) -> None:
+        self._engine = engine
+        self._notify = notify
+        self._channel = OrderChannel(engine.mesh)
+        self._is_leader = engine.rank == 0
+        self._reservations: dict[int, Reservation] = {}
+        self._owners: dict[int, str] = {}
+        self._left: OrderedDict[int, None] = OrderedDict()
+        self._orders: deque[Order] = deque()
+        self._changed = threading.Condition()
+        self._batch: list[_Decoding] = []
+        self._routes = QueryRoutes(rows=(), held_here=())
+        self.iterations = 0
+
+    # --- called from other threads ---------------------------------------------------------
+
+    def reserve(self, request: Reserve, router_id: str) -> None:
+        """Set slots aside: this rank's share of the prompt, and the answer at its master.
+
+        Raises:
+            OutOfSlots: the pool is too full; nothing was reserved.
+            Cancelled: the request has been cancelled already.
+            InvalidRequest: the sampling parameters do not fit the model.
+        """
+        if request.rid in self._left:
+            raise Cancelled(f"request {request.rid} was cancelled before it was reserved")
+        spans = shares_of(request.shares, self._engine.instance)
+        answer = Span(
+            start=request.prompt_length,
+            stop=request.prompt_length + max(0, request.sampling.max_tokens - 1),
+        )
+        is_master = request.master == self._engine.instance
+        if is_master:
+            self._sampler(request)  # so that bad parameters are refused now
+        self._engine.pool.allocate(request.rid, [*spans, *([answer] if is_master else [])])
+        with self._changed:
+            self._owners[request.rid] = router_id
+            self._reservations[request.rid] = Reservation(
+                request=request,
+                spans=spans,
+                heads=self._engine.kv_heads,
+                layers=self._engine.spec.layers,
+            )
+
+    def find(self, rid: int) -> Reservation | None:
+        """The reservation that arriving KV belongs to."""
+        return self._reservations.get(rid)
+
+    def join(self, request: JoinBatch) -> None:
+        """Leader: decode a request from the next iteration on."""
+        self._order(Order(Change.JOIN, request.rid, request.first_token))
+
+    def cancel(self, rid: int) -> None:
+        """Make a request leave the gang; only the leader acts, so that all ranks agree when."""
+        self._order(Order(Change.LEAVE, rid))
+
+    def cancel_all(self) -> None:
+        """Make every request leave: the router that asked for them is gone."""
+        self._order(Order(Change.RESET))
+
+    def drop_strangers(self, router_id: str) -> None:
+        """Free what former routers reserved and never joined."""
+        joined = {decoding.rid for decoding in list(self._batch)}
+        for rid, owner in list(self._owners.items()):
+            if owner != router_id and rid not in joined:
+                self._free(rid)
+
+    @property
+    def reserved(self) -> int:
+        """Requests that hold slots here or are expected to."""
+        return len(self._reservations)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self._batch)
+
+    def close(self) -> None:
+        """End the gang's loops, if this rank leads it."""
+        self._order(Order(Change.SHUTDOWN))
+
+    def _order(self, order: Order) -> None:
+        if self._is_leader:
+            with self._changed:
+                self._orders.append(order)
+                self._changed.notify()
+
+    # --- the engine thread -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Iterate until shut down. An exception means that the gang is broken."""
+        finished: list[int] = []
+        with torch.inference_mode():
+            while True:
+                orders = self._next_orders(finished)
+                if any(order.change is Change.SHUTDOWN for order in orders):
+                    return
+                if orders:
+                    self._apply(orders)
+                finished = self._iterate() if self._batch else []
+
+    def _next_orders(self, finished: list[int]) -> list[Order]:
+        if not self._is_leader:
+            return self._channel.receive()
+        leaves = [Order(Change.LEAVE, rid) for rid in finished]
+        with self._changed:
+            self._changed.wait_for(lambda: leaves or self._orders or self._batch)
+            orders = leaves + list(self._orders)
+            self._orders.clear()
+        self._channel.broadcast(orders)
+        return orders
+
+    def _apply(self, orders: list[Order]) -> None:
+        for order in orders:
+            if order.change is Change.JOIN:
+                self._join(order)
+            elif order.change is Change.LEAVE:
+                self._leave(order.rid)
+            elif order.change is Change.RESET:
+                for rid in list(self._reservations):
+                    self._leave(rid)
+        self._routes = self._derive_routes()
+
+    def _join(self, order: Order) -> None:
+        reservation = self._reservations.get(order.rid)
+        if reservation is None:
+            return  # left already; every rank sees orders in the same order, so all agree
+        sampler = None
+        if reservation.request.master == self._engine.instance:
+            sampler = self._sampler(reservation.request)
+            sampler.observe(order.token)
+        self._batch.append(_Decoding(reservation, order.token, sampler))
+
+    def _sampler(self, request: Reserve) -> TokenSampler:
+        prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").tolist()
+        return TokenSampler(request.sampling, self._engine.spec.vocab, prompt)
+
+    def _leave(self, rid: int) -> None:
+        self._batch = [decoding for decoding in self._batch if decoding.rid != rid]
+        self._free(rid)
+        self._left[rid] = None
+        if len(self._left) > REMEMBERED_LEAVES:
+            self._left.popitem(last=False)
+
+    def _free(self, rid: int) -> None:
+        reservation = self._reservations.pop(rid, None)
+        self._owners.pop(rid, None)
+        if reservation is not None:
+            with reservation.lock:
+                reservation.freed = True
+                self._engine.pool.free_request(rid)
+        self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
+
+    # --- one iteration ---------------------------------------------------------------------
+
+    def _iterate(self) -> list[int]:
+        """One token for every request; the leader learns which of them are finished."""
+        self.iterations += 1
+        mine = [decoding for decoding in self._batch if decoding.master == self._engine.instance]
+        logits_tv = self._forward(mine)
+        finished = self._draw(mine, logits_tv) if mine else []
+        for decoding in self._batch:
+            decoding.index += 1
+        return self._report(finished)
+
+    def _forward(self, mine: list[_Decoding]) -> Tensor:
+        network, pool = self._engine.network, self._engine.pool
+        device = self._engine.device
+        x_td = network.embed(
+            torch.tensor([d.token for d in mine], dtype=torch.int64, device=device)
+        )
+        positions = torch.tensor([d.position for d in mine], dtype=torch.int64, device=device)
+        rotary = network.rotary(positions)
+        rows = pool.rows((d.rid, d.position) for d in mine)
+        for index, layer in enumerate(network.layers):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+            if mine:
+                pool.write_rows(index, rows, k_thd, v_thd)
+            out_thd = self._attend(index, q_thd)
+            if mine:
+                x_td = layer.finish(x_td, out_thd.to(q_thd.dtype))
+        return network.logits(x_td)
+
+    def _attend(self, layer: int, q_thd: Tensor) -> Tensor:
+        return exchange_queries(
+            q_thd,
+            mesh=self._engine.mesh,
+            routes=self._routes,
+            partial=lambda slot, q: self._engine.attend_pool(
+                layer, self._batch[slot].rid, q, self._batch[slot].position
+            ),
+            tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
+        )
+
+    def _derive_routes(self) -> QueryRoutes:
+        """Rows are numbered by their place in the batch, which all ranks order alike."""
+        here = self._engine.instance
+        rows, held_here = [], []
+        outgoing: dict[int, list[int]] = {}
+        incoming: dict[int, list[int]] = {}
+        for slot, decoding in enumerate(self._batch):
+            request = decoding.reservation.request
+            holders = {share.instance for share in request.shares if share.span.length}
+            if request.master == here:
+                held_here.append(len(rows))
+                for holder in sorted(holders - {here}):
+                    outgoing.setdefault(self._peer(holder), []).append(len(rows))
+                rows.append(slot)
+            elif here in holders:
+                incoming.setdefault(self._peer(request.master), []).append(slot)
+        return QueryRoutes(rows=rows, held_here=held_here, outgoing=outgoing, incoming=incoming)
+
+    def _peer(self, instance: int) -> int:
+        return self._engine.layout.rank_of(instance, self._engine.tp_rank)
+
+    # --- drawing ---------------------------------------------------------------------------
+
+    def _draw(self, mine: list[_Decoding], logits_tv: Tensor) -> list[int]:
+        """Draw on the instance's first rank and tell the others; returns the finished rids."""
+        words = torch.zeros(len(mine), 2, dtype=torch.int64)
+        if self._engine.tp_rank == 0:
+            samplers = [d.sampler for d in mine if d.sampler is not None]
+            draws = draw_batch(samplers, logits_tv, [d.index for d in mine])
+            for row, (decoding, draw) in enumerate(zip(mine, draws, strict=True)):
+                words[row] = torch.tensor(self._announce(decoding, draw))
+        self._share_tokens(words)
+        for decoding, (token, _) in zip(mine, words.tolist(), strict=True):
+            decoding.token = token
+        return [d.rid for d, (_, done) in zip(mine, words.tolist(), strict=True) if done]
+
+    def _announce(self, decoding: _Decoding, draw: Draw | CspsError) -> tuple[int, int]:
+        """Tell the router; returns the token and whether the request is finished."""
+        if isinstance(draw, CspsError):
+            failure = RequestFailed(
+                rid=decoding.rid,
+                rank=self._engine.rank,
+                code=type(draw).__name__,
+                message=str(draw),
+            )
+            self._notify("failed", failure)
+            return 0, 1
+        self._notify("token", token_drawn(decoding.rid, decoding.index, draw))
+        return draw.token, int(draw.finish_reason is not None)
+
+    def _share_tokens(self, words: Tensor) -> None:
+        engine, first = self._engine, self._peer_at(0)
+        if engine.layout.tp == 1:
+            return
+        if engine.tp_rank:
+            engine.mesh.recv(words, first, Tag.DECODE_TOKEN).wait(PEER_DEADLINE)
+            return
+        for tp_rank in range(1, engine.layout.tp):
+            engine.mesh.send(words, self._peer_at(tp_rank), Tag.DECODE_TOKEN).wait(PEER_DEADLINE)
+
+    def _peer_at(self, tp_rank: int) -> int:
+        return self._engine.layout.rank_of(self._engine.instance, tp_rank)
+
+    def _report(self, finished: list[int]) -> list[int]:
+        """To the leader from every other master: which requests are finished."""
+        engine = self._engine
+        counts = [sum(d.master == i for d in self._batch) for i in range(engine.layout.instances)]
+        if not self._is_leader:
+            if engine.tp_rank == 0 and counts[engine.instance]:
+                words = torch.zeros(1 + counts[engine.instance], dtype=torch.int64)
+                words[: 1 + len(finished)] = torch.tensor([len(finished), *finished])
+                engine.mesh.send(words, 0, Tag.DECODE_REPORT).wait(PEER_DEADLINE)
+            return []
+        for instance in range(1, engine.layout.instances):
+            if counts[instance]:
+                words = torch.empty(1 + counts[instance], dtype=torch.int64)
+                engine.mesh.recv(words, engine.layout.rank_of(instance, 0), Tag.DECODE_REPORT).wait(
+                    PEER_DEADLINE
+                )
+                finished = finished + words[1 : 1 + int(words[0])].tolist()
+        return finished

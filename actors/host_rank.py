@@ -1,0 +1,42 @@
+"""Host one rank in a process of its own, without Ray: `python -m csps.actors.host_rank CONFIG`.
+
+CONFIG is a JSON object with the fields of `RankConfig` and, for ranks other than 0, `store`:
+[host, port] as rank 0 printed it. The cluster secret comes from CSPS_CLUSTER_SECRET. Prints one
+JSON line with `store` before the gang has formed, one with `rpc` after, and serves until its
+standard input closes, so that it never outlives the program that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+from csps.actors.mesh import StoreAddress, host_store
+from csps.actors.rank import Rank, RankConfig
+
+
+def main(arguments: list[str]) -> None:
+    """Run a rank until standard input ends."""
+    logging.basicConfig(level=os.environ.get("CSPS_LOG", "WARNING"))
+    fields = json.loads(arguments[0])
+    address = fields.pop("store", None)
+    config = RankConfig(**fields)
+    store = StoreAddress(*address) if address else host_store(config.host)
+    if address is None:
+        _say(store=[store.address.host, store.address.port])
+    rank = Rank(config, secret=os.environ["CSPS_CLUSTER_SECRET"].encode(), store=store)
+    _say(rpc=rank.start())
+    try:
+        sys.stdin.read()
+    finally:
+        rank.close()
+
+
+def _say(**fact: object) -> None:
+    print(json.dumps(fact), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,432 @@
+"""One rank's KV cache, managed token by token (LoongServe §4.1, CSPS §4.2).
+
+Any token of any request may lie in any slot, so a request may be spread over the ranks of a gang
+in any way, and a rank may hold any subset of its positions. The allocator nevertheless looks for
+contiguous slots, so that attention can read most requests through one zero-copy slice.
+
+Shape suffixes: t = tokens, h = KV heads, d = head dim.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from csps.protocols.errors import FaultError
+from csps.protocols.messages import Span
+
+_ALL_POSITIONS = Span(start=0, stop=2**62)
+_LOOKUPS_KEPT = 16
+ALL_HEADS = slice(None)
+
+
+class OutOfSlots(FaultError):
+    """The pool holds fewer free slots than were asked for; nothing was allocated."""
+
+    def __init__(self, *, needed: int, free: int) -> None:
+        super().__init__(f"KV pool is out of slots: {needed} needed, {free} free")
+        self.needed, self.free = needed, free
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"needed": self.needed, "free": self.free}
+
+
+class KvRun(NamedTuple):
+    """Written tokens of one request in neighbouring slots: views, nothing is copied."""
+
+    k_thd: Tensor
+    v_thd: Tensor
+    positions: Tensor
+    """(t,) int64 on the pool's device, ascending, not necessarily without gaps."""
+
+
+class TokenRows(NamedTuple):
+    """Slots of single tokens of many requests: what one decode iteration appends."""
+
+    slots: tuple[int, ...]
+    slots_t: Tensor
+    """The same, int64 on the pool's device."""
+
+
+class KvPool:
+    """Keys and values of `slots` tokens in every layer, with who owns which slot.
+
+    Bookkeeping is guarded by one lock; copies and reads of the tensors run outside it, because
+    different requests never share a slot. What the lock cannot prevent is a request being freed
+    while another thread still reads or writes it: whoever frees a request makes sure of that.
+
+    Reads see only what has been written in the layer at hand, never uninitialised memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        assert min(layers, slots, kv_heads, head_dim) > 0
+        shape = (layers, slots, kv_heads, head_dim)
+        # empty, not zeros: on CPU the operating system then backs only slots that are used.
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = slots
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self._k_by_layer = self.k.unbind()
+        self._v_by_layer = self.v.unbind()
+        self._positions = torch.empty(slots, dtype=torch.int64, device=device)
+        # Lookups run on the host; on CPU this is the same memory.
+        self._host_positions: npt.NDArray[np.int64] = self._positions.cpu().numpy()
+        self._lock = threading.Lock()
+        self._free = _SlotSet([range(slots)])
+        # By slot and not by position: tokens that a request writes in turn with other ranks have
+        # gaps in their positions, but none in their slots, and stay one interval.
+        self._written = [_SlotSet() for _ in range(layers)]
+        self._holdings: dict[int, _Holding] = {}
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody owns."""
+        return self._free.size
+
+    @property
+    def used(self) -> int:
+        """Slots that are allocated, written or not."""
+        return self.capacity - self._free.size
+
+    # --- ownership -------------------------------------------------------------------------
+
+    def allocate(self, rid: int, spans: Sequence[Span]) -> None:
+        """Gives request `rid` a slot for each position of `spans`: all of them, or none.
+
+        A request may allocate several times, but no position twice. What is allocated in one
+        call is laid out contiguously if the free slots allow it, so a caller that knows how much
+        a request will grow asks for prompt and answer together.
+
+        Raises:
+            OutOfSlots: fewer slots are free than the spans have positions.
+        """
+        spans = sorted((span for span in spans if span.length), key=lambda span: span.start)
+        count = sum(span.length for span in spans)
+        if not count:
+            return
+        with self._lock:
+            if count > self.free:
+                raise OutOfSlots(needed=count, free=self.free)
+            holding = self._holdings.get(rid, _Holding())
+            self._assert_new(rid, holding, spans)
+            runs = self._free.fewest_runs(count, after=holding.end)
+            self._enter_positions(runs, spans)
+            for run in runs:
+                self._free.remove(run)
+            holding.replace_runs(self._merged(holding.runs + runs))
+            self._holdings[rid] = holding
+
+    def free_request(self, rid: int) -> int:
+        """Takes all of a request's slots back; returns how many, 0 for an unknown request."""
+        return self.free_span(rid, _ALL_POSITIONS)
+
+    def free_span(self, rid: int, span: Span) -> int:
+        """Takes back the slots of those positions of `span` that the request has here."""
+        with self._lock:
+            holding = self._holdings.get(rid)
+            if holding is None:
+                return 0
+            released = self._locate(rid, span)
+            self._release(released)
+            rest = [piece for run in holding.runs for piece in self._outside(run, span)]
+            holding.replace_runs(self._merged(rest))
+            if not rest:
+                del self._holdings[rid]
+            return sum(map(len, released))
+
+    # --- tensors ---------------------------------------------------------------------------
+
+    def write(
+        self,
+        layer: int,
+        rid: int,
+        span: Span,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        *,
+        heads: slice = ALL_HEADS,
+    ) -> None:
+        """Stores a layer's keys and values of all positions of `span`, allocated before.
+
+        Writing a position again replaces it. `heads` are the pool's KV heads that the tensors
+        hold, for a cache that arrives in parts; whoever writes parts sees to it that nobody reads
+        before the last one.
+        """
+        assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
+        with self._lock:
+            runs = self._locate(rid, span)
+        assert sum(map(len, runs)) == span.length, f"{span} is not allocated to request {rid}"
+        for run in runs:
+            rows = self._rows_of(run, span)
+            self._k_by_layer[layer][run.start : run.stop, heads].copy_(k_thd[rows])
+            self._v_by_layer[layer][run.start : run.stop, heads].copy_(v_thd[rows])
+        with self._lock:
+            assert self._locate(rid, span) == runs, f"request {rid} was freed while being written"
+            for run in runs:
+                self._written[layer].add(run)
+
+    def view(self, layer: int, rid: int, span: Span | None = None) -> list[KvRun]:
+        """A layer's written keys and values of a request, or of its positions in `span`.
+
+        Runs are ordered by their first position. They are valid until the request is freed.
+        """
+        with self._lock:
+            written = self._written[layer]
+            runs = [part for run in self._locate(rid, span) for part in written.within(run)]
+        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        return [
+            KvRun(
+                k.narrow(0, run.start, len(run)),
+                v.narrow(0, run.start, len(run)),
+                self._positions.narrow(0, run.start, len(run)),
+            )
+            for run in runs
+        ]
+
+    def rows(self, tokens: Iterable[tuple[int, int]]) -> TokenRows:
+        """Slots of (rid, position) pairs, looked up once for `write_rows` in every layer."""
+        with self._lock:
+            slots = tuple(self._slot(rid, position) for rid, position in tokens)
+        return TokenRows(slots, torch.tensor(slots, dtype=torch.int64).to(self.k.device))
+
+    def write_rows(self, layer: int, rows: TokenRows, k_thd: Tensor, v_thd: Tensor) -> None:
+        """Stores a layer's keys and values of single tokens: one copy for a whole batch."""
+        self._k_by_layer[layer].index_copy_(0, rows.slots_t, k_thd)
+        self._v_by_layer[layer].index_copy_(0, rows.slots_t, v_thd)
+        with self._lock:
+            for slot in rows.slots:
+                self._written[layer].add(range(slot, slot + 1))
+
+    # --- questions -------------------------------------------------------------------------
+
+    def runs(self, rid: int, span: Span | None = None) -> list[range]:
+        """Slots allocated to a request (inside `span`), in the order of `view`."""
+        with self._lock:
+            return list(self._locate(rid, span))
+
+    def tokens(self, rid: int) -> int:
+        """Slots allocated to a request."""
+        return sum(map(len, self.runs(rid)))
+
+    def positions(self, rid: int) -> Tensor:
+        """Positions allocated to a request: (t,) int64 on the CPU, ascending."""
+        with self._lock:
+            held = self._held_positions(rid)
+        return torch.from_numpy(np.sort(held))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError that says what is wrong, if anything is."""
+        with self._lock:
+            owners = np.zeros(self.capacity, dtype=np.int64)
+            for run in self._free:
+                owners[run.start : run.stop] += 1
+            for rid, holding in self._holdings.items():
+                for run in holding.runs:
+                    owners[run.start : run.stop] += 1
+                held = self._held_positions(rid)
+                assert len(held) > 0, f"request {rid} is kept without a slot"
+                assert len(np.unique(held)) == len(held), f"request {rid} holds a position twice"
+            lost, shared = np.flatnonzero(owners == 0), np.flatnonzero(owners > 1)
+            assert not lost.size, f"slots {lost[:8].tolist()} are neither free nor owned"
+            assert not shared.size, f"slots {shared[:8].tolist()} have two owners"
+            self._check_sets()
+
+    # --- inside, under the lock ------------------------------------------------------------
+
+    def _locate(self, rid: int, span: Span | None) -> list[range]:
+        """Slot runs of the request's positions in `span`."""
+        holding = self._holdings.get(rid)
+        if holding is None:
+            return []
+        if span is None:
+            return holding.runs
+        # Every layer asks for the same few spans.
+        runs = holding.lookups.get((span.start, span.stop))
+        if runs is None:
+            runs = [part for run in holding.runs if (part := self._inside(run, span))]
+            holding.remember(span, runs)
+        return runs
+
+    def _inside(self, run: range, span: Span) -> range:
+        """The slots of a run whose positions lie in `span`: neighbours, as positions ascend."""
+        held = self._host_positions[run.start : run.stop]
+        first, last = held.searchsorted((span.start, span.stop))
+        return run[int(first) : int(last)]
+
+    def _outside(self, run: range, span: Span) -> list[range]:
+        inside = self._inside(run, span)
+        sides = range(run.start, inside.start), range(inside.stop, run.stop)
+        return [side for side in sides if side]
+
+    def _slot(self, rid: int, position: int) -> int:
+        runs = self._locate(rid, Span(start=position, stop=position + 1))
+        assert runs, f"position {position} is not allocated to request {rid}"
+        return runs[0].start
+
+    def _rows_of(self, run: range, span: Span) -> slice | Tensor:
+        """Which rows of a tensor over all of `span` belong into the slots of `run`."""
+        first, last = (int(self._host_positions[slot]) for slot in (run.start, run.stop - 1))
+        if last - first == len(run) - 1:
+            return slice(first - span.start, last - span.start + 1)
+        return self._positions[run.start : run.stop] - span.start
+
+    def _held_positions(self, rid: int) -> npt.NDArray[np.int64]:
+        runs = self._locate(rid, None)
+        parts = [self._host_positions[run.start : run.stop] for run in runs]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _assert_new(self, rid: int, holding: _Holding, spans: Sequence[Span]) -> None:
+        starts = np.array([span.start for span in spans])
+        stops = np.array([span.stop for span in spans])
+        assert (stops[:-1] <= starts[1:]).all(), f"request {rid} asks for a position twice"
+        for run in holding.runs:
+            held = self._host_positions[run.start : run.stop]
+            empty = held.searchsorted(starts) == held.searchsorted(stops)
+            assert empty.all(), f"request {rid} allocates a position that it has"
+
+    def _enter_positions(self, runs: Sequence[range], spans: Sequence[Span]) -> None:
+        """Numbers the slots of `runs`, which ascend, with the positions of `spans`, likewise."""
+        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+        taken = 0
+        for run in runs:
+            part = positions[taken : taken + len(run)]
+            self._host_positions[run.start : run.stop] = part
+            if self.k.device.type != "cpu":
+                self._positions[run.start : run.stop] = torch.from_numpy(part)
+            taken += len(run)
+
+    def _merged(self, runs: list[range]) -> list[range]:
+        """Orders runs by first position, and joins those whose slots and positions both go on."""
+        position = self._host_positions
+        merged: list[range] = []
+        for run in sorted(runs, key=lambda run: int(position[run.start])):
+            if (
+                merged
+                and merged[-1].stop == run.start
+                and position[run.start - 1] < position[run.start]
+            ):
+                merged[-1] = range(merged[-1].start, run.stop)
+            else:
+                merged.append(run)
+        return merged
+
+    def _release(self, runs: Iterable[range]) -> None:
+        for run in runs:
+            self._free.add(run)
+            for written in self._written:
+                written.remove(run)
+
+    def _check_sets(self) -> None:
+        for name, slots in [("free", self._free), *enumerate(self._written)]:
+            assert slots.size == sum(map(len, slots)), f"{name} set's size is wrong"
+        for layer, written in enumerate(self._written):
+            stray = [run for run in self._free if written.within(run)]
+            assert not stray, f"free slots {stray[:8]} count as written in layer {layer}"
+
+
+@dataclass(slots=True)
+class _Holding:
+    """Where the tokens of one request lie."""
+
+    runs: list[range] = field(default_factory=list)
+    """Slot runs by first position; inside a run positions ascend."""
+    lookups: dict[tuple[int, int], list[range]] = field(default_factory=dict)
+    """Slot runs of the spans that were asked for lately."""
+
+    @property
+    def end(self) -> int | None:
+        """The slot behind the last run, where the request would best grow."""
+        return self.runs[-1].stop if self.runs else None
+
+    def replace_runs(self, runs: list[range]) -> None:
+        self.runs = runs
+        self.lookups.clear()
+
+    def remember(self, span: Span, runs: list[range]) -> None:
+        if len(self.lookups) >= _LOOKUPS_KEPT:
+            self.lookups.clear()
+        self.lookups[span.start, span.stop] = runs
+
+
+class _SlotSet:
+    """A set of slots as sorted, disjoint runs that do not touch each other."""
+
+    def __init__(self, runs: Iterable[range] = ()) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.size = 0
+        for run in runs:
+            self.add(run)
+
+    def __iter__(self) -> Iterator[range]:
+        return map(range, self._starts, self._stops)
+
+    def add(self, run: range) -> None:
+        # Runs that only touch `run` are joined with it, therefore left and right here and the
+        # other way round in `_overlapping`.
+        first = bisect_left(self._stops, run.start)
+        last = bisect_right(self._starts, run.stop)
+        start, stop = run.start, run.stop
+        if first < last:
+            start = min(start, self._starts[first])
+            stop = max(stop, self._stops[last - 1])
+        self._replace(first, last, [range(start, stop)])
+
+    def remove(self, run: range) -> None:
+        first, last = self._overlapping(run)
+        if first < last:
+            left = range(self._starts[first], run.start)
+            right = range(run.stop, self._stops[last - 1])
+            self._replace(first, last, [side for side in (left, right) if side])
+
+    def within(self, run: range) -> list[range]:
+        """The part of the set that lies in `run`."""
+        first, last = self._overlapping(run)
+        return [
+            range(max(run.start, self._starts[i]), min(run.stop, self._stops[i]))
+            for i in range(first, last)
+        ]
+
+    def fewest_runs(self, count: int, *, after: int | None) -> list[range]:
+        """Parts of the set with `count` slots altogether, ascending; the set has that many.
+
+        A run that starts at slot `after` comes first if it is long enough, then the tightest run
+        that is (best fit leaves the long ones to long prompts), then the longest ones together.
+        """
+        neighbour = next((run for run in self if run.start == after), range(0))
+        if len(neighbour) >= count:
+            return [neighbour[:count]]
+        longest_first = sorted(self, key=len, reverse=True)
+        whole = 0
+        while len(longest_first[whole]) < count:
+            count -= len(longest_first[whole])
+            whole += 1
+        tightest = min((run for run in longest_first[whole:] if len(run) >= count), key=len)
+        return sorted([*longest_first[:whole], tightest[:count]], key=lambda run: run.start)
+
+    def _overlapping(self, run: range) -> tuple[int, int]:
+        """Indices [first, last) of the runs that share a slot with `run`."""
+        return bisect_right(self._stops, run.start), bisect_left(self._starts, run.stop)
+
+    def _replace(self, first: int, last: int, runs: Sequence[range]) -> None:
+        gone = sum(self._stops[first:last]) - sum(self._starts[first:last])
+        self.size += sum(map(len, runs)) - gone
+        self._starts[first:last] = [run.start for run in runs]
+        self._stops[first:last] = [run.stop for run in runs]

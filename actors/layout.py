@@ -1,0 +1,73 @@
+"""Which rank belongs to which instance, and which heads and tokens fall to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from csps.protocols.messages import PrefillPiece, Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangLayout:
+    """A gang's world cut into instances of `tp` ranks: instance i owns [i*tp, (i+1)*tp)."""
+
+    world_size: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.world_size % self.tp:
+            raise ValueError(
+                f"{self.world_size} ranks cannot be cut into instances of tp={self.tp}"
+            )
+
+    @property
+    def instances(self) -> int:
+        """Copies of the weights in the gang."""
+        return self.world_size // self.tp
+
+    def instance_of(self, rank: int) -> int:
+        """The instance a rank belongs to."""
+        return rank // self.tp
+
+    def tp_rank_of(self, rank: int) -> int:
+        """A rank's place inside its instance."""
+        return rank % self.tp
+
+    def rank_of(self, instance: int, tp_rank: int) -> int:
+        """The rank at a place of an instance."""
+        return instance * self.tp + tp_rank
+
+    def ranks_of(self, instance: int) -> range:
+        """All ranks of an instance."""
+        return range(instance * self.tp, (instance + 1) * self.tp)
+
+
+def even_share(total: int, parts: int, index: int) -> range:
+    """Part `index` of `total` things cut into contiguous parts that differ by one at most."""
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+@dataclass(frozen=True)
+class LocalPiece:
+    """The part of a job's piece that one member of the group computes."""
+
+    piece: PrefillPiece
+    span: Span
+    """Positions in the request."""
+    rows: slice
+    """Rows of the member's local tensors."""
+
+
+def local_pieces(
+    pieces: Sequence[PrefillPiece], bounds: Sequence[int], member: int
+) -> Iterator[LocalPiece]:
+    """Cut the pieces, laid end to end, at the member's bounds."""
+    begin, end = bounds[member], bounds[member + 1]
+    offset = 0
+    for piece in pieces:
+        lower, upper = max(begin, offset), min(end, offset + piece.length)
+        if lower < upper:
+            span = Span(start=piece.start + lower - offset, stop=piece.start + upper - offset)
+            yield LocalPiece(piece, span, slice(lower - begin, upper - begin))
+        offset += piece.length

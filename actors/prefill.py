@@ -1,0 +1,350 @@
+"""The prefill loop of a rank: jobs in order, layer by layer, yielding between layers.
+
+A layer: QKV of own rows -> KV into the pool and on its way to the decode gang -> attention over
+the group -> output projection and MLP. In the last layer only the rows from which a token is
+drawn need attention: their queries go to where the KV lies (`query_exchange`), which saves the
+last layer's attention and MLP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csps.actors.announce import Notify, token_drawn
+from csps.actors.bridge import Bridge, send_layer
+from csps.actors.engine import Engine
+from csps.actors.job_clock import JobClock
+from csps.actors.job_queue import JobQueue
+from csps.actors.kv_moves import KvMover
+from csps.actors.mesh import PEER_DEADLINE, Pending, Tag
+from csps.actors.sampling import TokenSampler
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.actors.strategies.strategy import Strategy
+from csps.actors.strategies.ulysses import Ulysses
+from csps.protocols.errors import CspsError
+from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
+from csps.protocols.trace_context import span
+
+_log = logging.getLogger(__name__)
+
+ORDERS = 8
+"""int64 words in what a leader tells its group between two layers: whether to stop, how many
+urgent jobs to run now, and their ids."""
+
+
+class _JobCancelled(Exception):
+    """Nobody wants the job's requests any more."""
+
+
+@dataclass(eq=False)
+class _Run:
+    """One job under way on this rank."""
+
+    group: SpGroup
+    ids_t: Tensor
+    strategy: Strategy
+    mover: KvMover
+    bridge: Bridge | None
+    clock: JobClock
+    sends: list[Pending] = field(default_factory=list)
+    cancelled: bool = False
+
+    @property
+    def job(self) -> PrefillJob:
+        return self.group.job
+
+
+class PrefillLoop:
+    """Runs prefill jobs; `run` is the engine thread's body, the rest is called from others."""
+
+    def __init__(self, engine: Engine, notify: Notify) -> None:
+        self._engine = engine
+        self._notify = notify
+        self._queue = JobQueue()
+        self._clocks: dict[int, JobClock] = {}
+        self._cancelled: set[int] = set()
+        self._known: set[int] = set()
+        """Requests of jobs that are waiting or under way."""
+        self._bridge: Bridge | None = None
+        self._sent: SimpleQueue[_Run | None] = SimpleQueue()
+
+    # --- called from the RPC thread --------------------------------------------------------
+
+    def submit(self, job: PrefillJob) -> None:
+        """Put a job in line; jobs must come in the router's order."""
+        self._clocks[job.job_id] = JobClock()
+        if self._engine.instance in job.group:
+            self._known.update(piece.rid for piece in job.pieces)
+        self._queue.put(job)
+
+    def cancel(self, rid: int) -> None:
+        """Stop a request's work at the next layer; harmless for an unknown one."""
+        if rid in self._known:
+            self._cancelled.add(rid)
+        else:
+            self._engine.pool.free_request(rid)
+
+    def cancel_all(self) -> None:
+        """Stop everything: the router that asked for it is gone."""
+        self._cancelled.update(self._known)
+
+    def use_bridge(self, bridge: Bridge | None) -> None:
+        """Send KV over this bridge from the next job on."""
+        self._bridge = bridge
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in line."""
+        return len(self._queue)
+
+    def close(self) -> None:
+        """End `run` after the job under way."""
+        self._queue.close()
+
+    # --- the engine thread -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until closed. An exception means that the gang is broken."""
+        completion = threading.Thread(target=self._complete_sends, name="kv-sent", daemon=True)
+        completion.start()
+        try:
+            with torch.inference_mode():
+                while (job := self._queue.next()) is not None:
+                    self._run_job(job)
+        finally:
+            self._sent.put(None)
+
+    def _run_job(self, job: PrefillJob) -> None:
+        clock = self._clocks.pop(job.job_id)
+        if self._engine.instance not in job.group:
+            return
+        clock.started = time.monotonic()
+        run = self._prepare(job, clock)
+        attributes = {"csps.job": job.job_id, "csps.rank": self._engine.rank}
+        try:
+            with span("prefill.compute", job.trace, attributes):
+                self._compute(run)
+        except _JobCancelled:
+            run.cancelled = True
+        run.mover.finish()
+        run.mover.release_sources()
+        clock.finished = time.monotonic()
+        self._sent.put(run)
+
+    def _prepare(self, job: PrefillJob, clock: JobClock) -> _Run:
+        engine = self._engine
+        member = job.group.index(engine.instance)
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock)
+        for part in group.local:
+            engine.pool.allocate(part.piece.rid, [part.span])
+        mover = KvMover(group, engine.pool)
+        mover.allocate()
+        ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
+        assert len(ids) == len(group.positions), "the job's tokens are not this rank's share"
+        strategy = self._strategy(group)
+        return _Run(group, ids.to(engine.device), strategy, mover, self._bridge, clock)
+
+    def _strategy(self, group: SpGroup) -> Strategy:
+        engine = self._engine
+        assert group.job.strategy == "ulysses", f"unknown strategy {group.job.strategy}"
+        return Ulysses(
+            group,
+            engine.pool,
+            heads=engine.heads,
+            kv_heads=len(engine.kv_heads),
+            scale=engine.spec.scale,
+        )
+
+    def _compute(self, run: _Run) -> None:
+        network = self._engine.network
+        rotary = network.rotary(run.group.positions.to(self._engine.device))
+        x_td = network.embed(run.ids_t)
+        keep = partial(self._keep, run)
+        for index, layer in enumerate(network.layers):
+            self._between_layers(run)
+            if index + 1 < len(network.layers):
+                x_td = layer.mlp(run.strategy.attend_layer(index, layer, x_td, rotary, keep))
+            else:
+                q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+                keep(index, k_thd, v_thd)
+                self._draw_first_tokens(run, x_td, q_thd)
+
+    def _keep(self, run: _Run, index: int, k_thd: Tensor, v_thd: Tensor) -> None:
+        """Own rows' KV into the pool, to other members that keep it, and to the decode gang."""
+        for part in run.group.local:
+            k, v = k_thd[part.rows], v_thd[part.rows]
+            self._engine.pool.write(index, part.piece.rid, part.span, k, v)
+            if run.bridge is not None and part.piece.destinations:
+                run.sends += send_layer(
+                    run.bridge,
+                    self._engine.spec,
+                    rank=self._engine.rank,
+                    layer=index,
+                    part=part,
+                    k_thd=k,
+                    v_thd=v,
+                )
+        run.mover.start(index)
+
+    # --- the last layer --------------------------------------------------------------------
+
+    def _draw_first_tokens(self, run: _Run, x_td: Tensor, q_thd: Tensor) -> None:
+        own = [
+            (piece, row) for piece, row, owner in _last_rows(run.group) if owner == run.group.member
+        ]
+        rows = [row for _, row in own]
+        out_thd = self._last_attention(run, q_thd[rows])
+        if not own:
+            return
+        layer = self._engine.network.layers[-1]
+        x_td = layer.finish(x_td[rows], out_thd.to(q_thd.dtype))
+        if self._engine.tp_rank:
+            return
+        logits_tv = self._engine.network.logits(x_td)
+        for index, logits_v in zip((index for index, _ in own), logits_tv, strict=True):
+            self._draw(run, index, logits_v)
+
+    def _last_attention(self, run: _Run, q_thd: Tensor) -> Tensor:
+        """Attention of the own last rows over KV wherever in the group it lies."""
+        group, engine = run.group, self._engine
+        last_layer = engine.spec.layers - 1
+        return exchange_queries(
+            q_thd,
+            mesh=engine.mesh,
+            routes=_last_row_routes(group),
+            partial=lambda index, q: engine.attend_pool(
+                last_layer,
+                group.job.pieces[index].rid,
+                q,
+                group.job.pieces[index].start + group.job.pieces[index].length - 1,
+            ),
+            tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
+        )
+
+    def _draw(self, run: _Run, index: int, logits_v: Tensor) -> None:
+        piece = run.job.pieces[index]
+        prompt = np.frombuffer(piece.prompt_tokens, dtype="<i4").tolist()
+        sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
+        try:
+            draw = sampler.draw(logits_v, 0)
+        except CspsError as exc:
+            self._fail(piece.rid, type(exc).__name__, str(exc))
+        else:
+            self._notify("token", token_drawn(piece.rid, 0, draw))
+
+    # --- between two layers ----------------------------------------------------------------
+
+    def _between_layers(self, run: _Run) -> None:
+        """Do as the group's leader says: stop, or let urgent jobs run first."""
+        stop, urgent = self._orders(run)
+        if stop:
+            raise _JobCancelled
+        if urgent:
+            with run.clock.yielding():
+                for job_id in urgent:
+                    job = self._queue.take(job_id)
+                    if job is not None:
+                        self._run_job(job)
+
+    def _orders(self, run: _Run) -> tuple[bool, list[int]]:
+        ranks = [rank for i in run.job.group for rank in self._engine.layout.ranks_of(i)]
+        leader = ranks[0]
+        if self._engine.rank != leader:
+            words = torch.empty(ORDERS, dtype=torch.int64)
+            self._engine.mesh.recv(words, leader, Tag.CONTROL).wait(PEER_DEADLINE)
+            return bool(words[0]), words[2 : 2 + int(words[1])].tolist()
+        stop, urgent = self._decide(run)
+        words = torch.tensor([stop, len(urgent), *urgent, *[0] * (ORDERS - 2 - len(urgent))])
+        run.sends += [self._engine.mesh.send(words, rank, Tag.CONTROL) for rank in ranks[1:]]
+        return stop, urgent
+
+    def _decide(self, run: _Run) -> tuple[bool, list[int]]:
+        stop = all(piece.rid in self._cancelled for piece in run.job.pieces)
+        if stop or run.job.urgent:
+            return stop, []
+        return False, self._queue.urgent_within(run.job.group, ORDERS - 2)
+
+    # --- after computing -------------------------------------------------------------------
+
+    def _complete_sends(self) -> None:
+        """Thread: wait for each job's KV to be sent, then give its slots back."""
+        while (run := self._sent.get()) is not None:
+            begin = time.monotonic()
+            try:
+                Pending.all(run.sends).wait()
+            except RuntimeError as exc:
+                self._report_lost(run, exc)
+            self._release(run)
+            self._report_done(run, time.monotonic() - begin)
+
+    def _release(self, run: _Run) -> None:
+        for piece in run.job.pieces:
+            sent_whole = piece.last and bool(piece.destinations)
+            if sent_whole or run.cancelled or piece.rid in self._cancelled:
+                self._engine.pool.free_request(piece.rid)
+            self._cancelled.discard(piece.rid)
+            self._known.discard(piece.rid)
+
+    def _report_lost(self, run: _Run, exc: RuntimeError) -> None:
+        _log.warning("KV of job %d was not sent: %s", run.job.job_id, exc)
+        for piece in run.job.pieces:
+            message = "the decode gang was lost while KV was being sent"
+            self._fail(piece.rid, "TransferError", message)
+
+    def _fail(self, rid: int, code: str, message: str) -> None:
+        failure = RequestFailed(rid=rid, rank=self._engine.rank, code=code, message=message)
+        self._notify("failed", failure)
+
+    def _report_done(self, run: _Run, transfer_s: float) -> None:
+        self._notify(
+            "prefill_done",
+            PrefillDone(
+                job_id=run.job.job_id,
+                rank=self._engine.rank,
+                cancelled=run.cancelled,
+                queue_s=run.clock.queue_s,
+                compute_s=run.clock.compute_s,
+                communication_s=run.clock.communication_s,
+                transfer_s=transfer_s,
+                yielded_s=run.clock.yielded_s,
+            ),
+        )
+
+
+def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
+    """(piece index, local row at its owner, owner) of every row a token is drawn from."""
+    end = 0
+    for index, piece in enumerate(group.job.pieces):
+        end += piece.length
+        if piece.last:
+            owner = group.owner_of_last_row(index)
+            yield index, end - 1 - group.job.bounds[owner], owner
+
+
+def _last_row_routes(group: SpGroup) -> QueryRoutes:
+    """Last rows go to every member that holds KV of their piece, history included."""
+    pieces = group.job.pieces
+    mine = [index for index, _, owner in _last_rows(group) if owner == group.member]
+    outgoing: dict[int, list[int]] = {}
+    incoming: dict[int, list[int]] = {}
+    for index, _, owner in _last_rows(group):
+        for member in group.holders_of(pieces[index]):
+            if owner == group.member != member:
+                outgoing.setdefault(group.peers[member], []).append(mine.index(index))
+            elif member == group.member != owner:
+                incoming.setdefault(group.peers[owner], []).append(index)
+    held = [
+        row for row, index in enumerate(mine) if group.member in group.holders_of(pieces[index])
+    ]
+    return QueryRoutes(rows=mine, held_here=held, outgoing=outgoing, incoming=incoming)

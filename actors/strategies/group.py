@@ -1,0 +1,139 @@
+"""A sequence-parallel group: an ordered list of instances working on one prefill job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from csps.actors.job_clock import JobClock
+from csps.actors.layout import GangLayout, LocalPiece, even_share, local_pieces
+from csps.actors.mesh import Mesh
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+
+
+@dataclass(frozen=True)
+class SpGroup:
+    """One job's group as seen by one member.
+
+    Member i computes rows [bounds[i], bounds[i+1]) of the pieces laid end to end; a member may
+    have no rows and take part only because it holds history. Under tensor parallelism the peers
+    are the ranks of equal tp rank, each group of peers working on its own share of the heads.
+    """
+
+    mesh: Mesh
+    layout: GangLayout
+    job: PrefillJob
+    member: int
+    clock: JobClock
+
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
+        """Mesh ranks of the members, in the order of the sequence."""
+        tp_rank = self.layout.tp_rank_of(self.mesh.rank)
+        return tuple(self.layout.rank_of(instance, tp_rank) for instance in self.job.group)
+
+    @property
+    def size(self) -> int:
+        """Members of the group."""
+        return len(self.job.group)
+
+    @property
+    def others(self) -> Iterator[int]:
+        """Indices of the other members."""
+        return (index for index in range(self.size) if index != self.member)
+
+    def rows_of(self, member: int) -> slice:
+        """Rows of the concatenated batch that a member computes."""
+        return slice(self.job.bounds[member], self.job.bounds[member + 1])
+
+    @property
+    def total_rows(self) -> int:
+        """Tokens of the whole batch."""
+        return self.job.bounds[-1]
+
+    @cached_property
+    def local(self) -> tuple[LocalPiece, ...]:
+        """This member's parts of the pieces."""
+        return tuple(local_pieces(self.job.pieces, self.job.bounds, self.member))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """True positions of this member's rows, int64."""
+        return span_positions([part.span for part in self.local])
+
+    def owner_of_last_row(self, index: int) -> int:
+        """The member that computes the last row of piece `index`."""
+        last = sum(piece.length for piece in self.job.pieces[: index + 1]) - 1
+        return next(m for m in range(self.size) if last < self.job.bounds[m + 1])
+
+    def holders_of(self, piece: PrefillPiece) -> list[int]:
+        """Members that hold KV of a piece: computed in this job, or as history."""
+        return [
+            member
+            for member in range(self.size)
+            if self.history_of(piece, member)
+            or any(
+                part.piece is piece
+                for part in local_pieces(self.job.pieces, self.job.bounds, member)
+            )
+        ]
+
+    def history_of(self, piece: PrefillPiece, member: int) -> tuple[Span, ...]:
+        """The spans of a piece's history that a member holds, in the order they are sent."""
+        return shares_of(piece.history, self.job.group[member])
+
+
+def shares_of(shares: Sequence[KvShare], instance: int) -> tuple[Span, ...]:
+    """The spans that lie on one instance."""
+    return tuple(share.span for share in shares if share.instance == instance)
+
+
+def span_positions(spans: Sequence[Span]) -> Tensor:
+    """The positions of several spans, one after the other, int64."""
+    ranges = [torch.arange(span.start, span.stop) for span in spans]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSplit:
+    """Which query heads a member owns, and which KV heads those read.
+
+    Query heads are split evenly, give or take one; a KV head goes to every member one of whose
+    query heads reads it, so KV heads are replicated when there are fewer of them than members.
+    """
+
+    heads: int
+    kv_heads: int
+    parts: int
+
+    def queries(self, part: int) -> slice:
+        """Query heads of a member; empty when there are fewer heads than members."""
+        share = even_share(self.heads, self.parts, part)
+        return slice(share.start, share.stop)
+
+    def keys(self, part: int) -> slice:
+        """KV heads that the member's query heads read."""
+        share, group = self.queries(part), self.heads // self.kv_heads
+        if share.start == share.stop:
+            return slice(0, 0)
+        return slice(share.start // group, (share.stop - 1) // group + 1)
+
+    def uniform_runs(self, part: int) -> list[tuple[slice, slice]]:
+        """Local (query heads, KV heads) pairs in which every KV head serves equally many queries.
+
+        An uneven split may leave a member with, say, two query heads of one KV head and one of
+        the next: grouped-query attention cannot run those in one call.
+        """
+        own, kv, group = self.queries(part), self.keys(part), self.heads // self.kv_heads
+        aligned = own.start % group == 0 and own.stop % group == 0
+        if aligned or kv.stop - kv.start <= 1:
+            return [(slice(0, own.stop - own.start), slice(0, kv.stop - kv.start))]
+        runs = []
+        for index, head in enumerate(range(kv.start, kv.stop)):
+            start, stop = max(own.start, head * group), min(own.stop, (head + 1) * group)
+            runs.append((slice(start - own.start, stop - own.start), slice(index, index + 1)))
+        return runs

@@ -1,0 +1,423 @@
+"""Sampling against a naive reference in plain Python, against transformers, and by chi-square."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from csps.actors.sampling import (
+    BadLogits,
+    Draw,
+    TokenSampler,
+    _inverse_cdf,
+    candidates,
+    draw_batch,
+    uniform,
+)
+from csps.protocols.errors import InvalidRequest
+from csps.protocols.messages import Sampling
+
+VOCAB = 12
+GREEDY = Sampling(temperature=0.0, max_tokens=1000)
+RANDOM = Sampling(max_tokens=10**9)
+
+
+def logits_of(seed: int, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
+    return scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def sampler_after(sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> TokenSampler:
+    sampler = TokenSampler(sampling, VOCAB, prompt)
+    for token in answer:
+        sampler.observe(token)
+    return sampler
+
+
+# --- the reference -----------------------------------------------------------------------------
+
+
+def reference_scores(
+    logits: list[float], s: Sampling, prompt: Sequence[int], answer: Sequence[int]
+) -> list[float]:
+    scores = []
+    for token, logit in enumerate(logits):
+        score = logit + s.logit_bias.get(token, 0.0)
+        if token in s.stop_token_ids and len(answer) < s.min_tokens:
+            score = -math.inf
+        if token in prompt or token in answer:
+            score = score / s.repetition_penalty if score > 0 else score * s.repetition_penalty
+        count = list(answer).count(token)
+        scores.append(score - s.frequency_penalty * count - s.presence_penalty * (count > 0))
+    return scores
+
+
+def softmax(scores: dict[int, float]) -> dict[int, float]:
+    peak = max(scores.values())
+    weights = {token: math.exp(score - peak) for token, score in scores.items()}
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def nucleus(probs: dict[int, float], p: float) -> dict[int, float]:
+    kept: dict[int, float] = {}
+    for token in sorted(probs, key=lambda token: (-probs[token], token)):
+        if kept and sum(kept.values()) >= p:
+            break
+        kept[token] = probs[token]
+    return kept
+
+
+def reference_distribution(scores: list[float], s: Sampling) -> dict[int, float]:
+    kept = {token: (score - max(scores)) / s.temperature for token, score in enumerate(scores)}
+    if s.top_k:
+        lowest = sorted(kept.values(), reverse=True)[: s.top_k][-1]
+        kept = {token: score for token, score in kept.items() if score >= lowest}
+    probs = softmax(kept)
+    if s.top_p < 1.0:
+        probs = nucleus(probs, s.top_p)
+    probs = {token: p for token, p in probs.items() if p >= s.min_p * max(probs.values())}
+    return {token: p / sum(probs.values()) for token, p in probs.items() if p > 0}
+
+
+def distribution(scores_v: Tensor, sampling: Sampling) -> dict[int, float]:
+    ids_c, probs_c = candidates(scores_v, sampling)
+    assert (ids_c.diff() > 0).all()
+    probs = (probs_c / probs_c.sum()).tolist()
+    return {token: p for token, p in zip(ids_c.tolist(), probs, strict=True) if p > 0}
+
+
+# --- filters -----------------------------------------------------------------------------------
+
+# Coarse values and the prime 211: neither nearly equal tokens nor a top-p that up to 13 equal tokens
+# reach exactly, where rounding would decide.
+LEVELS = st.one_of(st.integers(-80, 80).map(lambda n: n / 8), st.just(-math.inf))
+SHARES = st.integers(0, 211).map(lambda n: n / 211)
+FILTERS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.05, 0.5, 1.0, 1.7]),
+    top_k=st.integers(0, 14),
+    top_p=SHARES,
+    min_p=SHARES,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(logits=st.lists(LEVELS, min_size=1, max_size=12), sampling=FILTERS)
+def test_filters_keep_what_the_reference_keeps(logits: list[float], sampling: Sampling) -> None:
+    logits = [*logits, 0.0]  # one of them must be possible
+    expected = reference_distribution(logits, sampling)
+    assert distribution(torch.tensor(logits), sampling) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.9, 0.999999])
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
+def test_top_p_of_a_large_vocabulary(p: float, scale: float) -> None:
+    logits_v = logits_of(5, vocab=5000, scale=scale)
+    ids_c, _ = candidates(logits_v, replace(RANDOM, top_p=p))
+    probs_v, order = logits_v.double().softmax(0).sort(descending=True, stable=True)
+    mass = probs_v.cumsum(0)
+    count = len(ids_c)
+    assert ids_c.tolist() == sorted(order[:count].tolist())
+    assert mass[count - 1] >= p - 1e-12
+    assert count == 1 or mass[count - 2] < p + 1e-12
+
+
+def test_equal_tokens_at_the_edge_of_top_p_stay_by_id() -> None:
+    assert set(distribution(torch.zeros(8), replace(RANDOM, top_p=0.5))) == {0, 1, 2, 3}
+
+
+def test_tiny_temperature_does_not_overflow() -> None:
+    logits_v = torch.tensor([3e38, 1.0, -3e38])  # their quotients are no fp32 numbers
+    assert distribution(logits_v, replace(RANDOM, temperature=2e-5)) == {0: 1.0}
+
+
+# --- penalties ---------------------------------------------------------------------------------
+
+PROMPT, ANSWER = [1, 4, 4, 7], [2, 4, 2, 2, 9]
+
+EDITS = {
+    "bias": Sampling(logit_bias={3: 2.5, 0: -100.0}),
+    "minimum": Sampling(min_tokens=6, stop_token_ids=(2, 11, 50_000)),
+    "minimum reached": Sampling(min_tokens=5, stop_token_ids=(2, 11)),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "repetition reward": Sampling(repetition_penalty=0.7),
+    "frequency": Sampling(frequency_penalty=0.6),
+    "presence": Sampling(presence_penalty=-0.4),
+    "all": Sampling(
+        logit_bias={9: 1.0, 5: -1.0, 2: 3.0},
+        min_tokens=9,
+        stop_token_ids=(9,),
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edits_match_the_reference(name: str, dtype: torch.dtype) -> None:
+    logits_v = logits_of(3).to(dtype)
+    untouched = logits_v.clone()
+    scores_v = sampler_after(EDITS[name], PROMPT, ANSWER).edited(logits_v, len(ANSWER))
+    expected = reference_scores(untouched.tolist(), EDITS[name], PROMPT, ANSWER)
+    assert scores_v.tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(logits_v, untouched)
+
+
+def test_draw_remembers_its_own_token() -> None:
+    """With a penalty that forbids what was said, greedy drawing says everything once."""
+    sampler = TokenSampler(replace(GREEDY, presence_penalty=100.0), VOCAB)
+    logits_v = logits_of(1)
+    drawn = [sampler.draw(logits_v, index).token for index in range(VOCAB)]
+    assert drawn == logits_v.argsort(descending=True).tolist()
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def transformers_distribution(logits_v: Tensor, s: Sampling) -> dict[int, float]:
+    """PROMPT and ANSWER through the processors of `generate`, in its order."""
+    chain = hf.LogitsProcessorList(
+        [
+            hf.SequenceBiasLogitsProcessor([[[t], b] for t, b in s.logit_bias.items()]),
+            hf.MinNewTokensLengthLogitsProcessor(
+                len(PROMPT), s.min_tokens, list(s.stop_token_ids), device="cpu"
+            ),
+            hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty),
+            hf.TemperatureLogitsWarper(s.temperature),
+            hf.TopKLogitsWarper(s.top_k),
+            hf.TopPLogitsWarper(s.top_p),
+            hf.MinPLogitsWarper(s.min_p),
+        ]
+    )
+    probs_v = chain(torch.LongTensor([PROMPT + ANSWER]), logits_v[None].double())[0].softmax(0)
+    return {token: p for token, p in enumerate(probs_v.tolist()) if p > 0}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_distribution_is_that_of_transformers(seed: int) -> None:
+    sampling = Sampling(
+        temperature=(0.3, 0.8, 1.0, 2.0)[seed % 4],
+        top_k=(3, 6, 12)[seed % 3],
+        top_p=(0.4, 0.8, 0.95)[seed // 3 % 3],
+        min_p=(0.0, 0.05, 0.3)[seed // 5 % 3],
+        repetition_penalty=(0.8, 1.0, 1.5)[seed // 2 % 3],
+        logit_bias={seed % VOCAB: 1.5, 3: -2.0},
+        min_tokens=seed % 10,
+        stop_token_ids=(seed % 7, 8),
+    )
+    logits_v = logits_of(100 + seed)
+    scores_v = sampler_after(sampling, PROMPT, ANSWER).edited(logits_v, len(ANSWER))
+    expected = transformers_distribution(logits_v, sampling)
+    assert distribution(scores_v, sampling) == pytest.approx(expected, rel=1e-5)
+
+
+# --- randomness --------------------------------------------------------------------------------
+
+
+def assert_fits(counts: Counter[int], probs: dict[int, float]) -> None:
+    """Pearson's chi-square, five standard deviations above its mean; seeds are fixed."""
+    draws, freedom = sum(counts.values()), len(probs) - 1
+    assert set(counts) <= set(probs)
+    assert min(probs.values()) * draws > 5, "the test has too few draws"
+    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in probs.items())
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.5),
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(top_p=0.9),
+        Sampling(temperature=2.0, min_p=0.2),
+        Sampling(temperature=1.3, top_k=8, top_p=0.95, min_p=0.02, logit_bias={3: 4.0}),
+    ],
+    ids=["temperature", "top_k", "top_p", "min_p", "all"],
+)
+@pytest.mark.parametrize("vary", ["index", "seed"])
+def test_draws_follow_the_exact_distribution(sampling: Sampling, vary: str) -> None:
+    logits_v, draws = logits_of(8, scale=1.0), 5000
+    scores = reference_scores(logits_v.tolist(), sampling, [], [])
+    if vary == "index":
+        sampler = TokenSampler(replace(sampling, seed=42), VOCAB)
+        counts = Counter(sampler.draw(logits_v, index).token for index in range(draws))
+    else:
+        samplers = (TokenSampler(replace(sampling, seed=seed), VOCAB) for seed in range(draws))
+        counts = Counter(sampler.draw(logits_v, 3).token for sampler in samplers)
+    assert_fits(counts, reference_distribution(scores, sampling))
+
+
+@pytest.mark.parametrize(
+    ("seed_step", "index_step"), [(0, 1), (1, 0), (1, 1), (1, -1)], ids=lambda step: f"{step:+d}"
+)
+def test_neighbouring_draws_are_independent(seed_step: int, index_step: int) -> None:
+    def cell(i: int) -> int:
+        seed, index = i // 100, i % 100 + 1
+        first, second = uniform(seed, index), uniform(seed + seed_step, index + index_step)
+        return int(first * 8) * 8 + int(second * 8)
+
+    assert_fits(Counter(map(cell, range(20_000))), dict.fromkeys(range(64), 1 / 64))
+
+
+def test_seed_zero_is_the_published_splitmix64_sequence() -> None:
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
+    assert [uniform(0, index) for index in range(4)] == [(x >> 12) / 2**52 for x in published]
+
+
+def test_any_integer_is_a_seed() -> None:
+    seeds = [-1, 0, 1, 2**31, 2**63, 2**64 - 2]
+    assert len({uniform(seed, 0) for seed in seeds}) == len(seeds)
+    assert all(0 <= uniform(seed, index) < 1 for seed in seeds for index in (0, 1, 10**6))
+
+
+def test_draw_depends_on_seed_and_index_only() -> None:
+    logits_bv = torch.stack([logits_of(seed) for seed in range(40)])
+    sampling = replace(RANDOM, seed=7, frequency_penalty=0.5)
+    alone = TokenSampler(sampling, VOCAB)
+    expected = [alone.draw(logits_v, index).token for index, logits_v in enumerate(logits_bv)]
+
+    moved = [TokenSampler(sampling, VOCAB) for _ in range(3)]  # three ranks take turns
+    for index, logits_v in enumerate(logits_bv):
+        turn = index % 3
+        bystander = TokenSampler(replace(RANDOM, seed=index), VOCAB)
+        _, draw = draw_batch(
+            [bystander, moved[turn]], torch.stack([logits_v, logits_v]), [5, index]
+        )
+        assert isinstance(draw, Draw)
+        assert draw.token == expected[index]
+        for rank in {0, 1, 2} - {turn}:
+            moved[rank].observe(draw.token)
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 11), (0.5, 13), (1 - 2**-52, 13)])
+@pytest.mark.parametrize("total", [1.0, 0.3, 1e-300, 1e300])
+def test_edges_of_the_random_number_never_hit_an_impossible_token(
+    u: float, token: int, total: float
+) -> None:
+    probs_c = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64) * total
+    assert _inverse_cdf(torch.arange(10, 15), probs_c, u) == token
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits_v = torch.full((VOCAB,), -math.inf)
+    logits_v[[4, 6]] = 0.0
+    sampler = TokenSampler(RANDOM, VOCAB)
+    assert {sampler.draw(logits_v, index).token for index in range(200)} == {4, 6}
+
+
+# --- greedy ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_greedy_takes_the_first_of_equals(temperature: float) -> None:
+    logits_v = torch.zeros(VOCAB)
+    logits_v[[5, 3, 9]] = 2.0
+    sampling = replace(GREEDY, temperature=temperature, top_k=1, top_p=0.1)
+    assert TokenSampler(sampling, VOCAB).draw(logits_v, 0).token == 3
+    assert draw_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Draw(token=3)]
+
+
+def test_batch_draws_what_single_requests_draw() -> None:
+    logits_bv = torch.stack([logits_of(seed) for seed in range(6)])
+    mixed = [GREEDY, RANDOM, replace(GREEDY, logit_bias={1: 50.0}), replace(GREEDY, logprobs=2)]
+    for samplings in ([GREEDY] * 6, [*mixed, GREEDY, RANDOM]):
+        indices = [3, 0, 5, 1, 2, 999]
+        singly = [
+            TokenSampler(s, VOCAB).draw(row, index)
+            for s, row, index in zip(samplings, logits_bv, indices, strict=True)
+        ]
+        assert draw_batch([TokenSampler(s, VOCAB) for s in samplings], logits_bv, indices) == singly
+
+
+# --- reports -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, replace(RANDOM, temperature=0.5, top_k=2)])
+def test_logprobs_are_those_of_the_logits_as_they_came(sampling: Sampling) -> None:
+    logits_v = logits_of(4)
+    logprobs_v = logits_v.double().log_softmax(0)
+    asked = replace(sampling, logprobs=3, logit_bias={2: 100.0}, repetition_penalty=2.0)
+    draw = TokenSampler(asked, VOCAB, [2]).draw(logits_v, 0)
+    assert draw.token == 2
+    assert draw.logprob == pytest.approx(float(logprobs_v[2]), rel=1e-5)
+    best = logprobs_v.sort(descending=True)
+    assert [entry.token for entry in draw.top] == best.indices[:3].tolist()
+    assert [entry.logprob for entry in draw.top] == pytest.approx(best.values[:3].tolist())
+
+
+def test_logprobs_are_reported_only_on_request() -> None:
+    draw = TokenSampler(GREEDY, VOCAB).draw(logits_of(4), 0)
+    assert (draw.logprob, draw.top) == (None, ())
+    draw = TokenSampler(replace(GREEDY, logprobs=0), VOCAB).draw(logits_of(4), 0)
+    assert draw.logprob is not None
+    assert draw.top == ()
+    draw = TokenSampler(replace(GREEDY, logprobs=VOCAB + 5), VOCAB).draw(logits_of(4), 0)
+    assert len(draw.top) == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("sampling", "index", "expected"),
+    [
+        (Sampling(max_tokens=3), 1, None),
+        (Sampling(max_tokens=3), 2, "length"),
+        (Sampling(max_tokens=3, stop_token_ids=(3, 5)), 0, "stop"),
+        (Sampling(max_tokens=3, stop_token_ids=(5,)), 2, "stop"),
+        (Sampling(max_tokens=3, stop_token_ids=(5,), min_tokens=1), 0, None),
+        (Sampling(max_tokens=3, stop_token_ids=(5,), min_tokens=1), 1, "stop"),
+        (Sampling(max_tokens=1, stop_token_ids=(5,), min_tokens=1), 0, "length"),
+    ],
+)
+def test_finish_reason(sampling: Sampling, index: int, expected: str | None) -> None:
+    logits_v = torch.zeros(VOCAB)
+    logits_v[5] = 1.0
+    sampler = TokenSampler(replace(sampling, temperature=0.0), VOCAB)
+    assert sampler.draw(logits_v, index).finish_reason == expected
+
+
+# --- what cannot be drawn ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, replace(GREEDY, presence_penalty=1.0)])
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [(math.nan, "token 6 hold NaN"), (math.inf, r"token 6 hold \+inf")],
+)
+def test_bad_logits_are_named(sampling: Sampling, value: float, complaint: str) -> None:
+    logits_v = logits_of(2)
+    logits_v[7] = value
+    with pytest.raises(BadLogits, match=complaint):
+        TokenSampler(sampling, VOCAB).draw(logits_v, 6)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
+    with pytest.raises(BadLogits, match="every token is forbidden"):
+        TokenSampler(sampling, VOCAB).draw(torch.full((VOCAB,), -math.inf), 0)
+    unending = replace(sampling, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))
+    with pytest.raises(BadLogits, match="every token is forbidden"):
+        TokenSampler(unending, VOCAB).draw(logits_of(0), 1)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_bad_row_of_a_batch_spoils_no_other(sampling: Sampling) -> None:
+    logits_bv = torch.stack([logits_of(seed) for seed in range(3)])
+    logits_bv[1, 0] = math.nan
+    draws = draw_batch([TokenSampler(sampling, VOCAB) for _ in range(3)], logits_bv, [0, 1, 2])
+    assert [type(draw) for draw in draws] == [Draw, BadLogits, Draw]
+    assert str(draws[1]) == "the logits of token 1 hold NaN"
+
+
+def test_bias_outside_the_vocabulary_is_the_clients_mistake() -> None:
+    with pytest.raises(InvalidRequest, match="token 12; the vocabulary has 12 tokens") as caught:
+        TokenSampler(replace(RANDOM, logit_bias={12: 1.0}), VOCAB)
+    assert caught.value.param == "logit_bias"
