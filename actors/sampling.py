@@ -246,7 +246,7 @@ def _top_p(probs_c: Tensor, p: float) -> Tensor:
 def _holding_mass(probs_c: Tensor, p: float) -> Tensor:
     """Indices, ascending, of candidates that top-p stays within: a few if they hold the mass.
 
-    Sorting a vocabulary of 150,000 takes 12 ms, finding its 1,024 likeliest tokens 0.8 ms.
+    On one core, sorting a vocabulary of 150,000 takes 12 ms, its 1,024 likeliest 0.8 ms.
     """
     if len(probs_c) > _LIKELY:
         likely = probs_c.topk(_LIKELY).values

@@ -63,7 +63,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """Number of alternatives to report besides the drawn token; None reports nothing."""
+    """How many of the likeliest tokens to report with the drawn one's log-probability; 0 reports
+    only that, None nothing."""
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -202,7 +203,8 @@ class JoinBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """Log-probability of one token id under the distribution the token was drawn from."""
+    """Log-probability of one token id under the model's own distribution: the log-softmax of the
+    logits before bias, penalties, temperature and filters."""
 
     token: int
     logprob: float

@@ -24,6 +24,7 @@ from csps.protocols.messages import SCHEMA_VERSION
 from csps.protocols.rpc_handshake import ServerHandshake
 from csps.protocols.rpc_wire import (
     CANCEL,
+    LINGER_S,
     NOTIFICATION,
     RESPONSE,
     Connection,
@@ -236,6 +237,7 @@ class RpcServer:
         self._on_disconnect = on_disconnect
         self.secret, self.version = secret, version
         self.limits = limits or RpcLimits()
+        self._listener: asyncio.Server | None = None
         self.peers: set[Peer] = set()
         """Open connections, authenticated or not."""
         ServerHandshake(secret, version)  # an empty secret is refused here, not on first contact
@@ -249,14 +251,15 @@ class RpcServer:
 
     async def close(self, grace_s: float) -> None:
         """Accept nobody new, let handlers finish for `grace_s`, then cancel them and hang up."""
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if tasks := _all_tasks(self.peers):
             await asyncio.wait(tasks, timeout=grace_s)
         leftover, peers = _all_tasks(self.peers), list(self.peers)
         for task in leftover:
             task.cancel()
         if leftover:
-            await asyncio.wait(leftover)
+            await asyncio.wait(leftover, timeout=LINGER_S)
         for peer in peers:
             peer.end(ConnectionLost("the server shut down"))
         if peers:

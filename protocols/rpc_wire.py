@@ -35,7 +35,8 @@ REQUEST, RESPONSE, NOTIFICATION = 0, 1, 2
 CANCEL, CLOSING = "$cancel", "$closing"
 
 _HANDSHAKE_FRAME_BYTES = 64 * 1024
-_LINGER_S = 1.0
+LINGER_S = 1.0
+"""Time that the end of a connection may take before it is cut."""
 _READ_BYTES = 1 << 20
 """More than any event loop hands to `data_received` at once."""
 
@@ -164,19 +165,22 @@ class Connection(asyncio.Protocol):
             self.refuse(exc)
 
     def _dispatch(self, message: Any) -> None:
+        # Guards rather than class patterns such as `str(method)`: 0.1 us against 1.5.
         match message:
-            case [2, str(method), list(params)]:
+            case [2, method, params] if type(method) is str and type(params) is list:
                 if method == CLOSING:
                     self.end(from_wire(params[0] if params else None))
                 else:
                     self.notification_received(method, params)
-            case [0, int(msgid), str(method), list(params)]:
+            case [0, msgid, method, params] if (
+                type(msgid) is int and type(method) is str and type(params) is list
+            ):
                 self.request_received(msgid, method, params)
-            case [1, int(msgid), error, result]:
+            case [1, msgid, error, result] if type(msgid) is int:
                 self.response_received(msgid, error, result)
-            case [0 | 2 as kind, *msgid, bytes(method), list(params)]:
+            case [0 | 2, *_, bytes(method), params]:
                 # Some clients still send names as the raw bytes of an older MessagePack.
-                self._dispatch([kind, *msgid, method.decode(errors="replace"), params])
+                self._dispatch([*message[:-2], method.decode(errors="replace"), params])
             case _:
                 raise ProtocolError("not a MessagePack-RPC message")
 
@@ -263,7 +267,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _abort_later(self) -> None:
-        self._abort_timer = self._loop.call_later(_LINGER_S, self._transport.abort)
+        self._abort_timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._abort_timer is not None:
@@ -283,7 +287,7 @@ def payload_and_meta(params: list[Any]) -> tuple[Any, dict[str, Any]]:
             return None, {}
         case [payload]:
             return payload, {}
-        case [payload, dict(meta)]:
+        case [payload, meta] if type(meta) is dict:
             return payload, meta
         case _:
             raise ProtocolError("params must be [], [payload] or [payload, meta]")

@@ -86,7 +86,7 @@ def _codec(kind: Any) -> _Codec:
     if origin is dict:
         return _dict_codec(args[0], args[1])
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
-        return _Codec(pack=None, unpack=_str_enum(kind))
+        return _Codec(pack=lambda member: member.value, unpack=_str_enum(kind))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _dataclass_codec(kind)
     raise TypeError(f"{kind!r} cannot be a field of a message")

@@ -96,8 +96,8 @@ def distribution(scores_v: Tensor, sampling: Sampling) -> dict[int, float]:
 
 # --- filters -----------------------------------------------------------------------------------
 
-# Coarse values and the prime 211: neither nearly equal tokens nor a top-p that up to 13 equal tokens
-# reach exactly, where rounding would decide.
+# Coarse values and the prime 211: no nearly equal tokens, and no top-p that up to 13 equal tokens
+# reach exactly. Rounding would decide there.
 LEVELS = st.one_of(st.integers(-80, 80).map(lambda n: n / 8), st.just(-math.inf))
 SHARES = st.integers(0, 211).map(lambda n: n / 211)
 FILTERS = st.builds(
