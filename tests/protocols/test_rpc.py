@@ -608,6 +608,10 @@ async def test_closing_cancels_handlers_after_the_grace(cell: Cell) -> None:
     await client.close()
 
 
+async def test_closing_a_server_that_never_started() -> None:
+    await soon(RpcServer({}, secret=SECRET).close(0))
+
+
 # --- trace context --------------------------------------------------------------------------
 
 

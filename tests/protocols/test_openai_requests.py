@@ -1,0 +1,396 @@
+"""Requests as clients may send them, and everything else."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import completion_create_params
+from openai.types.chat import ChatCompletionMessage
+from openai.types.chat import completion_create_params as chat_params
+
+from csps.protocols.errors import InvalidRequest
+from csps.protocols.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    parse_request,
+)
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def chat(**fields: Any) -> ChatCompletionRequest:
+    return parse_request(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(CompletionRequest, json.dumps({**COMPLETION, **fields}).encode())
+
+
+# --- what is accepted -----------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    request = chat()
+    assert (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
+    assert (request.output_limit, request.alternatives, request.stop) == (None, None, ())
+    assert (request.csps.attention, request.csps.objective) == ("auto", None)
+    assert completion().output_limit == 16
+
+
+@pytest.mark.parametrize(
+    ("cls", "params"),
+    [
+        (ChatCompletionRequest, chat_params.CompletionCreateParamsStreaming),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_the_official_client_is_known(
+    cls: type[GenerationRequest], params: Any
+) -> None:
+    assert set(typing.get_type_hints(params)) <= set(cls.model_fields)
+
+
+def test_every_field_of_an_answer_may_be_sent_back() -> None:
+    assert set(ChatCompletionMessage.model_fields) <= set(Message.model_fields)
+    answer = ChatCompletionMessage(role="assistant", content="hello").model_dump()
+    assert chat(messages=[answer, CHAT["messages"][0]]).messages[0].content == "hello"
+
+
+@pytest.mark.parametrize("name", sorted(ChatCompletionRequest.model_fields))
+def test_null_means_not_given(name: str) -> None:
+    required = name in CHAT
+    if required:
+        with pytest.raises(InvalidRequest, match=f"{name}: required"):
+            chat(**{name: None})
+    else:
+        assert chat(**{name: None}) == chat()
+
+
+def test_fields_that_do_not_apply_are_accepted() -> None:
+    chat(
+        user="u",
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="auto",
+        function_call="none",
+        functions=[],
+        modalities=["text"],
+        prediction={"type": "content", "content": "x"},
+        reasoning_effort="low",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        verbosity="low",
+        web_search_options={},
+        n=1,
+    )
+    completion(n=1, best_of=1, echo=False, suffix="", user="u")
+
+
+def test_fields_of_load_generators_are_accepted() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    request = chat(ignore_eos=True, max_completion_tokens=7, stream=True, stream_options=options)
+    assert request.ignore_eos
+    assert request.output_limit == 7
+    assert request.stream_options.continuous_usage_stats
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("text", "text"),
+        (["text"], "text"),
+        ([1, 2], [1, 2]),
+        ([[1, 2]], [1, 2]),
+        ("\U0001f600\u0000", "\U0001f600\u0000"),
+    ],
+)
+def test_prompt_shapes(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+def test_content_as_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+        ({"logprobs": False}, None),
+    ],
+)
+def test_chat_logprobs(fields: dict[str, Any], expected: int | None) -> None:
+    assert chat(**fields).alternatives == expected
+
+
+def test_completion_logprobs() -> None:
+    assert completion(logprobs=0).alternatives == 0
+    assert completion(logprobs=5).alternatives == 5
+
+
+def test_sampling_fields() -> None:
+    request = completion(
+        temperature=0,
+        top_k=-1,
+        stop="x",
+        stop_token_ids=[3],
+        logit_bias={"5": -100, "6": 1.5},
+        seed=-(2**63),
+    )
+    assert request.stop == ("x",)
+    assert request.stop_token_ids == (3,)
+    assert request.logit_bias == {5: -100.0, 6: 1.5}
+    assert completion(stop=["a", "b"]).stop == ("a", "b")
+    assert completion(stop=[], stop_token_ids=[]).stop == ()
+
+
+def test_newer_name_of_max_tokens_wins() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=7).output_limit == 7
+    assert completion(max_tokens=10**9).output_limit == 10**9
+
+
+def test_csps_options() -> None:
+    options = {"attention": "csa", "levels": 3, "drop_ratio": 0.5, "explain": True}
+    assert chat(csps=options).csps.model_dump(exclude_unset=True) == options
+    bound = {"objective": "ttft", "max_accuracy_loss": 0.1, "max_ttft_ms": 500}
+    assert chat(csps=bound).csps.max_ttft_ms == 500
+
+
+def test_last_of_duplicate_keys_wins() -> None:
+    body = b'{"model": "a", "prompt": "x", "model": "b"}'
+    assert parse_request(CompletionRequest, body).model == "b"
+
+
+# --- what is refused, and how ---------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 7}, "temperature: must be between 0 and 2, got 7"),
+    ({"temperature": -0.1}, "temperature: must be between 0 and 2, got -0.1"),
+    ({"temperature": "1"}, "temperature: must be a number, got '1'"),
+    ({"temperature": True}, "temperature: must be a number, got true"),
+    ({"temperature": 10**400}, "temperature: must be a number, got 1000"),
+    ({"top_p": 0}, "top_p: must be greater than 0 and at most 1, got 0"),
+    ({"top_p": 1.1}, "top_p: must be greater than 0 and at most 1, got 1.1"),
+    ({"top_k": -2}, "top_k: must be at least -1, got -2"),
+    ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
+    ({"frequency_penalty": 2.1}, "frequency_penalty: must be between -2 and 2"),
+    ({"presence_penalty": -3}, "presence_penalty: must be between -2 and 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be greater than 0, got 0"),
+    ({"min_p": 2}, "min_p: must be between 0 and 1"),
+    ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
+    ({"max_tokens": -1}, "max_tokens: must be at least 1, got -1"),
+    ({"max_tokens": "12"}, "max_tokens: must be an integer, got '12'"),
+    ({"max_tokens": 2.0}, "max_tokens: must be an integer, got 2"),
+    ({"max_tokens": True}, "max_tokens: must be an integer, got true"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens: must be at least 1"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: must not exceed max_tokens (8)"),
+    ({"seed": 2**63}, "seed: must be between"),
+    ({"n": 2}, "n: only 1 is supported, got 2"),
+    ({"stop": [""]}, "stop: must not contain an empty string"),
+    ({"stop": ["x"] * 17}, "stop: at most 16 strings are supported, got 17"),
+    ({"stop": [1]}, "stop: must be a string or an array of strings, got an array"),
+    ({"stop": 1}, "stop: must be a string or an array of strings, got 1"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids: must be an array of token ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: keys must be token ids, got 'x'"),
+    ({"logit_bias": {"\u0663": 1}}, "logit_bias: keys must be token ids"),
+    ({"logit_bias": {"1": 101}}, "logit_bias: biases must be numbers between -100 and 100"),
+    ({"logit_bias": {"1": True}}, "logit_bias: biases must be numbers"),
+    ({"logit_bias": [1]}, "logit_bias: must be an object"),
+    ({"stream": 1}, "stream: must be a boolean, got 1"),
+    ({"stream_options": {}}, "stream_options: only allowed when 'stream' is true"),
+    ({"stream": True, "stream_options": {"usage": 1}}, "stream_options.usage: unknown field"),
+    ({"model": 1}, "model: must be a string, got 1"),
+    ({"user": 1}, "user: must be a string, got 1"),
+    ({"max_token": 1}, "max_token: unknown field; did you mean 'max_tokens'?"),
+    ({"max_token": None}, "max_token: unknown field"),
+    ({"csps": []}, "csps: must be an object, got []"),
+    ({"csps": {"atention": "csa"}}, "csps.atention: unknown field; did you mean 'attention'?"),
+    ({"csps": {"objective": "speed"}}, "csps.objective: must be 'ttft' or 'accuracy'"),
+    ({"csps": {"max_accuracy_loss": 1.1}}, "csps.max_accuracy_loss: must be between 0 and 1"),
+    ({"csps": {"max_ttft_ms": 0}}, "csps.max_ttft_ms: must be greater than 0"),
+    ({"csps": {"attention": "csa", "levels": 5}}, "csps.levels: must be between 1 and 4"),
+    ({"csps": {"attention": "csa", "drop_ratio": 1}}, "csps.drop_ratio: must be at least 0 and le"),
+    ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
+]
+
+REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages: must not be empty"),
+    ({"messages": "hi"}, "messages: must be an array, got 'hi'"),
+    ({"messages": ["hi"]}, "messages[0]: must be an object, got 'hi'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: required"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content: required"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role: required"),
+    ({"messages": [{"role": "usr", "content": ""}]}, "messages[0].role: must be 'system', "),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string or"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content: only parts of type 'text' are supported, got 'image_url'",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages[0].content: 'text' of a part must be a string, got null",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "messages[0].tool_calls: not supported",
+    ),
+    ({"prompt": "x"}, "prompt: unknown field"),
+    ({"logprobs": 5}, "logprobs: must be a boolean, got 5"),
+    ({"top_logprobs": 3}, "top_logprobs: needs 'logprobs': true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: must be between 0 and 20"),
+    ({"tools": [{"type": "function"}]}, "tools: not supported by this server"),
+    ({"tool_choice": "required"}, "tool_choice: must be 'none' or 'auto'"),
+    ({"functions": [{}]}, "functions: not supported"),
+    ({"modalities": ["text", "audio"]}, "modalities: only ['text'] is supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format: only"),
+    ({"continue_final_message": True}, "continue_final_message: only false is supported"),
+    ({"metadata": {"a": 1}}, "metadata.a: must be a string, got 1"),
+]
+
+REFUSED_COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt: must not be empty"),
+    ({"prompt": []}, "prompt: must not be empty"),
+    ({"prompt": [[]]}, "prompt: must not be empty"),
+    ({"prompt": [""]}, "prompt: must not be empty"),
+    ({"prompt": ["a", "b"]}, "prompt: only one prompt a request is supported, got 2"),
+    ({"prompt": [1, "a"]}, "prompt: must be a string or an array of token ids"),
+    ({"prompt": [1, True]}, "prompt: must be a string or an array of token ids"),
+    ({"prompt": [1.0]}, "prompt: must be a string or an array of token ids"),
+    ({"prompt": [-1]}, "prompt: must be a string or an array of token ids"),
+    ({"prompt": [2**31]}, "prompt: must be a string or an array of token ids"),
+    ({"prompt": {"text": "x"}}, "prompt: must be a string or an array of token ids, got an obj"),
+    ({"prompt": None}, "prompt: required"),
+    ({"logprobs": 6}, "logprobs: must be between 0 and 5, got 6"),
+    ({"logprobs": True}, "logprobs: must be an integer, got true"),
+    ({"best_of": 2}, "best_of: only 1 is supported"),
+    ({"echo": True}, "echo: only false is supported"),
+    ({"suffix": "x"}, "suffix: not supported"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED + REFUSED_CHAT)
+def test_refused_by_chat(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == message.split(":")[0]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED + REFUSED_COMPLETION)
+def test_refused_by_completions(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**fields)
+    assert str(caught.value).startswith(message)
+    assert caught.value.param == message.split(":")[0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"hello",
+        b"\xff\xfe{}",
+        b'{"model": "m", "prompt": "\xff"}',
+        b'{"model": "m", "prompt": "\xed\xa0\x80"}',
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": "\\udc00x"}',
+        b'{"model": "m", "prompt": "x", "user": "\\ud83d\\u0041"}',
+        b'{"\\ud800": 1}',
+        b'{"model": "m", "prompt": "x", "temperature": NaN}',
+        b'{"model": "m", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "m", "prompt": "x", "temperature": -Infinity}',
+        b'{"model": "m", "prompt": "x",}',
+        b'{"model": "m"} trailing',
+        b'{"model": "m", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 100_000,
+        b'{"seed": ' + b"9" * 100_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_what_is_not_json(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON") as caught:
+        parse_request(CompletionRequest, body)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "got"),
+    [
+        (b"[]", "[]"),
+        (b"null", "null"),
+        (b"3", "3"),
+        (b'"x"', "'x'"),
+        (b"true", "true"),
+        (b"1e999", "inf"),
+    ],
+)
+def test_what_is_not_an_object(body: bytes, got: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a JSON object, got") as caught:
+        parse_request(CompletionRequest, body)
+    assert str(caught.value).endswith(got)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "repetition_penalty", "min_p"])
+def test_numbers_too_large_for_a_float_are_out_of_range(field: str) -> None:
+    body = b'{"model": "m", "prompt": "x", "%s": 1e999}' % field.encode()
+    with pytest.raises(InvalidRequest, match=f"{field}: must be .*, got inf"):
+        parse_request(CompletionRequest, body)
+
+
+def test_messages_stay_short_whatever_is_wrong() -> None:
+    for fields in ({"x" * 10**6: 1}, {"model": ["y"] * 10**6}, {"stop": "z" * 10**6, "n": 2}):
+        with pytest.raises(InvalidRequest) as caught:
+            chat(**fields)
+        assert len(str(caught.value)) < 2000
+
+
+def test_a_million_bad_messages_cost_one_error() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]: must be an object, got 1"):
+        chat(messages=[1] * 1_000_000)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+known = st.sampled_from(
+    sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields})
+)
+endpoints = st.sampled_from([ChatCompletionRequest, CompletionRequest])
+
+
+@settings(max_examples=300)
+@given(endpoints, st.dictionaries(known, anything, max_size=4), anything)
+def test_arbitrary_json_raises_invalid_request_or_nothing(
+    cls: type[GenerationRequest], fields: dict[str, Any], message: Any
+) -> None:
+    base = CHAT if cls is ChatCompletionRequest else COMPLETION
+    for body in ({**base, **fields}, {**CHAT, "messages": [message]}, message):
+        try:
+            parse_request(cls, json.dumps(body).encode())
+        except InvalidRequest as exc:
+            str(exc).encode()  # an error message must be expressible, too
+
+
+@given(endpoints, st.binary(max_size=100))
+def test_arbitrary_bytes_raise_invalid_request(cls: type[GenerationRequest], body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_request(cls, body)
