@@ -9,7 +9,7 @@ from csps.kernels.positions import Offsets, Positions, as_tensor, ascending, seq
 from csps.kernels.staircase import visible_keys
 
 TILE_ROWS = 256  # (query, head) pairs of one kv head
-TILE_KEYS = 1024  # with the rows: 1 MiB of fp32 scores, about a core's second-level cache
+TILE_KEYS = 512  # with the rows: 512 KiB of fp32 scores per kv head, which a core's cache holds
 
 
 def column_sums(

@@ -86,10 +86,10 @@ def column_sums(
         dtype = torch.promote_types(q_thd.dtype, torch.float32)
         return torch.zeros(k_thd.shape[1], len(k_thd), dtype=dtype, device=k_thd.device)
     if q_thd.is_cuda:
-        from csps.kernels import triton_importance as backend
+        from csps.kernels.triton_importance import column_sums as compute
     else:
-        from csps.kernels import cpu_importance as backend  # type: ignore[no-redef]
-    return backend.column_sums(
+        from csps.kernels.cpu_importance import column_sums as compute
+    return compute(
         q_thd, k_thd, lse_ht, q_positions, k_positions, scale, cu_seqlens_q, cu_seqlens_k
     )
 

@@ -17,37 +17,57 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """Weighted sum of partial outputs by their LSE, over any number of parts.
 
     Args:
-        outs: each (tokens, heads, head dim), finite.
+        outs: each (tokens, heads, head dim), finite, of any floating dtype.
         lses: each (heads, tokens), natural log; -inf marks a part that saw nothing.
 
     Returns:
-        out_thd, lse_ht: what one attention over the union of the keys would have given.
+        out_thd, lse_ht: what one attention over the union of the keys would have given, in the
+            dtype of the lses.
 
     Raises:
         ValueError: no parts, or unequal numbers of outputs and LSEs.
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge takes as many outs as lses, not {len(outs)} and {len(lses)}")
-    lse_pht = torch.stack(tuple(lses))
-    max_ht = lse_pht.amax(dim=0)
-    weight_pht = torch.exp(lse_pht - max_ht.masked_fill(max_ht == -torch.inf, 0.0))
-    total_ht = weight_pht.sum(dim=0)  # at least 1, or 0 where no part saw anything
-    weight_pth1 = (weight_pht / total_ht.clamp_min(1.0)).transpose(1, 2)[..., None]
-    out_thd = outs[0] * weight_pth1[0]
-    for out, weight in zip(outs[1:], weight_pth1[1:], strict=True):
-        out_thd.addcmul_(out, weight)
-    return out_thd, max_ht + total_ht.log()
+    if outs[0].is_cuda:
+        from csps.kernels.triton_merge import merge_stacked
+
+        stacked = torch.stack([out.to(lses[0].dtype) for out in outs])
+        return merge_stacked(stacked, torch.stack(tuple(lses)))
+    return _merge(outs, torch.stack(tuple(lses)))
 
 
-def merge_into(out_thd: Tensor, lse_ht: Tensor, other_thd: Tensor, other_ht: Tensor) -> None:
+def merge_into(
+    out_thd: Tensor,
+    lse_ht: Tensor,
+    other_khd: Tensor,
+    other_hk: Tensor,
+    kept_gk: Tensor | None = None,
+) -> None:
     """Merge one more part into a running result, in place (progressive attention, CSPS §3.2.5).
 
-    `out_thd` and `other_thd` are of one dtype; `out_thd` and `lse_ht` are overwritten.
+    With `kept_gk` the part has rows for some tokens only, its own for each kv head: a level of
+    sparse attention whose dropped tokens have weight 0 (CSPS Eq. 5).
+
+    Args:
+        out_thd, lse_ht: the running (tokens, heads, head dim) and (heads, tokens); overwritten.
+        other_khd, other_hk: the part, likewise over its own rows, of any floating dtype.
+        kept_gk: (kv heads, rows) int64, the token of each row, no token twice for one head; head
+            h reads kv head h // (heads / kv heads). None when row i is token i.
     """
-    # The sigmoid form of two weights; alone it is NaN where neither part saw anything.
-    share_ht = torch.sigmoid(other_ht - lse_ht).masked_fill_(other_ht == -torch.inf, 0.0)
-    out_thd.lerp_(other_thd, share_ht.transpose(0, 1)[..., None])
-    torch.logaddexp(lse_ht, other_ht, out=lse_ht)
+    if out_thd.is_cuda:
+        from csps.kernels import triton_merge
+
+        triton_merge.merge_into(out_thd, lse_ht, other_khd, other_hk, kept_gk)
+    elif kept_gk is None:
+        _merge_rows(out_thd, lse_ht, other_khd, other_hk)
+    else:
+        kept_hk = kept_gk.repeat_interleave(len(lse_ht) // len(kept_gk), dim=0)
+        at = kept_hk.T, torch.arange(len(kept_hk))
+        out_khd, lse_hk = out_thd[at], lse_ht.gather(1, kept_hk)
+        _merge_rows(out_khd, lse_hk, other_khd, other_hk)
+        out_thd[at] = out_khd
+        lse_ht.scatter_(1, kept_hk, lse_hk)
 
 
 def nothing_seen(q_thd: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,3 +76,21 @@ def nothing_seen(q_thd: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q_thd.dtype, torch.float32)
     lse_ht = torch.full((heads, tokens), -torch.inf, dtype=dtype, device=q_thd.device)
     return torch.zeros(q_thd.shape, dtype=dtype, device=q_thd.device), lse_ht
+
+
+def _merge(outs: Sequence[Tensor], lse_pht: Tensor) -> tuple[Tensor, Tensor]:
+    max_ht = lse_pht.amax(dim=0)
+    weight_pht = torch.exp(lse_pht - max_ht.masked_fill(max_ht == -torch.inf, 0.0))
+    total_ht = weight_pht.sum(dim=0)  # at least 1, or 0 where no part saw anything
+    weight_pth1 = (weight_pht / total_ht.clamp_min(1.0)).transpose(1, 2)[..., None]
+    out_thd = outs[0] * weight_pth1[0]
+    for out, weight in zip(outs[1:], weight_pth1[1:], strict=True):
+        out_thd.addcmul_(out.to(out_thd.dtype), weight)
+    return out_thd, max_ht + total_ht.log()
+
+
+def _merge_rows(out_thd: Tensor, lse_ht: Tensor, other_thd: Tensor, other_ht: Tensor) -> None:
+    # The sigmoid form of two weights; alone it is NaN where neither part saw anything.
+    share_ht = torch.sigmoid(other_ht - lse_ht).masked_fill_(other_ht == -torch.inf, 0.0)
+    out_thd.lerp_(other_thd.to(out_thd.dtype), share_ht.transpose(0, 1)[..., None])
+    lse_ht.copy_(torch.logaddexp(lse_ht, other_ht))

@@ -199,14 +199,14 @@ def choose_tiling(dtype: torch.dtype, head_dim: int, group: int, q_tokens: int) 
     """For Hopper's 227 KiB of shared memory; a table, since tuning would stall first requests."""
     fewest = max(16, int(triton.next_power_of_2(group)))  # a token's group stays together
     rows = max(fewest, min(128, int(triton.next_power_of_2(q_tokens * group))))
+    wide = padded_dim(head_dim)
     if dtype == torch.float32:  # no tensor cores at full precision: for tests and small models
-        return Tiling(block_m=max(fewest, min(rows, 32)), block_n=32, warps=4, stages=2)
-    warps = 8 if rows >= 128 else 4
-    if padded_dim(head_dim) > 128:
-        return Tiling(block_m=rows, block_n=64, warps=warps, stages=2)
-    if padded_dim(head_dim) > 64:
-        return Tiling(block_m=rows, block_n=128 if rows >= 128 else 64, warps=warps, stages=2)
-    return Tiling(block_m=rows, block_n=64, warps=4, stages=3)
+        keys = 32 if wide <= 128 else 16
+        return Tiling(block_m=max(fewest, min(rows, 32)), block_n=keys, warps=4, stages=2)
+    if wide <= 64:
+        return Tiling(block_m=rows, block_n=64, warps=4, stages=3)
+    keys = 128 if wide == 128 and rows >= 128 else 64
+    return Tiling(block_m=rows, block_n=keys, warps=8 if rows >= 128 else 4, stages=2)
 
 
 def _splits(programs: int, k_blocks: int, device: torch.device) -> int:

@@ -135,9 +135,10 @@ def extremes(
 
 
 def offsets_tensor(cu_seqlens: Offsets | None, device: torch.device) -> Tensor | None:
-    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
-        return cu_seqlens
-    return torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    """int32 like the kernels' token counts: a loop's bounds must be of one type."""
+    if cu_seqlens is None:
+        return None
+    return torch.as_tensor(cu_seqlens, dtype=torch.int32, device=device)
 
 
 def kernel_input(x_thd: Tensor) -> Tensor:

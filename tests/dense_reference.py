@@ -36,6 +36,27 @@ def dense_attention(
     return (prob_hqk @ value_hkd).transpose(0, 1), torch.logsumexp(score_hqk, dim=-1)
 
 
+def dense_importance(
+    q_thd: Tensor,
+    k_thd: Tensor,
+    *,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    scale: float | None = None,
+    cu_seqlens_q: Sequence[int] | None = None,
+    cu_seqlens_k: Sequence[int] | None = None,
+) -> Tensor:
+    """(kv heads, k tokens) fp64: mean probability over the queries that see a key, summed over
+    the query heads of a kv head, when these keys are all there are."""
+    mask_qk = visible_mask(
+        len(q_thd), len(k_thd), q_positions, k_positions, cu_seqlens_q, cu_seqlens_k
+    )
+    prob_hqk = torch.softmax(masked_scores(q_thd, k_thd, mask_qk, scale), dim=-1).nan_to_num(0.0)
+    sums_ht = prob_hqk.sum(dim=1) / mask_qk.sum(dim=0).clamp_min(1)
+    kv_heads = k_thd.shape[1]
+    return sums_ht.view(kv_heads, len(sums_ht) // kv_heads, len(k_thd)).sum(dim=1)
+
+
 def masked_scores(
     q_thd: Tensor, k_thd: Tensor, mask_qk: Tensor, scale: float | None = None
 ) -> Tensor:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from token_layouts import LAYOUTS, batches, random_qkv
 from torch import Tensor
 
 from csps.kernels.attention import attention
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def random_qkv(
-    seed: int,
-    q_tokens: int,
-    k_tokens: int,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 16,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((q_tokens, heads, dim), (k_tokens, kv_heads, dim), (k_tokens, kv_heads, dim))
-    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
-    return q, k, v
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> None:
@@ -42,36 +26,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> None:
     torch.testing.assert_close(lse_ht.double(), want_ht, atol=atol, rtol=atol)
 
 
-def zigzag(length: int, ranks: int, rank: int) -> Tensor:
-    chunks = torch.arange(length).tensor_split(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
-
-
-LAYOUTS = {
-    "whole prompt": (torch.arange(300), torch.arange(300)),
-    "chunk after history": (torch.arange(200, 300), torch.arange(300)),
-    "chunk whose history lies elsewhere": (torch.arange(200, 300), torch.arange(150, 300)),
-    "history only": (torch.arange(200, 300), torch.arange(200)),
-    "decode": (torch.tensor([299]), torch.arange(300)),
-    "decode of a few": (torch.arange(296, 300), torch.arange(300)),
-    "future only": (torch.arange(100), torch.arange(100, 400)),
-    "keys begin midway": (torch.arange(300), torch.arange(100, 250)),
-    "zigzag, own shard": (zigzag(801, 3, 1), zigzag(801, 3, 1)),
-    "zigzag, later shard": (zigzag(801, 3, 0), zigzag(801, 3, 2)),
-    "zigzag, earlier shard": (zigzag(801, 3, 2), zigzag(801, 3, 0)),
-    "zigzag after history": (300 + zigzag(600, 2, 1), torch.arange(900)),
-    "striped, later shard": (torch.arange(1, 600, 4), torch.arange(3, 600, 4)),
-    "striped, earlier shard": (torch.arange(3, 600, 4), torch.arange(0, 600, 4)),
-    "striped over all keys": (torch.arange(1, 600, 4), torch.arange(600)),
-    "all queries over a stripe": (torch.arange(600), torch.arange(1, 600, 4)),
-    "descending": (torch.arange(300).flip(0), torch.arange(300)),
-    "shuffled": (
-        torch.randperm(400, generator=torch.Generator().manual_seed(1)),
-        torch.randperm(400, generator=torch.Generator().manual_seed(2)),
-    ),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, dtype: torch.dtype) -> None:
@@ -82,38 +36,6 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 
 def test_positions_left_out_mean_everything_is_seen() -> None:
     check(*random_qkv(4, 40, 70), q_positions=None, k_positions=None)
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> dict[str, Any]:
-    kv_heads = draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 4))
-    lengths = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=4))
-    q_lengths, k_lengths = [q for q, _ in lengths], [k for _, k in lengths]
-    positions = st.integers(0, draw(st.sampled_from([10, 200])))
-    q, k = sum(q_lengths), sum(k_lengths)
-    return {
-        "qkv": random_qkv(draw(st.integers(0, 9)), q, k, heads, kv_heads, draw(st.integers(1, 40))),
-        "q_positions": torch.tensor(draw(_ordered(positions, q)), dtype=torch.int64),
-        "k_positions": torch.tensor(draw(_ordered(positions, k)), dtype=torch.int64),
-        "cu_seqlens_q": [0, *accumulate(q_lengths)],
-        "cu_seqlens_k": [0, *accumulate(k_lengths)],
-        "scale": draw(st.sampled_from([None, 0.5, 1.7])),
-    }
-
-
-def _ordered(positions: st.SearchStrategy[int], count: int) -> st.SearchStrategy[list[int]]:
-    """Sorted, repeated and shuffled positions alike; a cheap draw whatever the count."""
-    seeds, kinds = st.integers(0, 2**16), st.sampled_from(["runs", "sorted", "any"])
-
-    def build(seed: int, kind: str, top: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        if kind == "runs":
-            return list(range(top, top + count))
-        drawn = torch.randint(0, 200, (count,), generator=generator)
-        return (drawn.sort().values if kind == "sorted" else drawn).tolist()
-
-    return st.builds(build, seeds, kinds, positions)
 
 
 @settings(max_examples=60, deadline=None)

@@ -104,3 +104,66 @@ def test_merge_refuses_unequal_lists() -> None:
         merge([], [])
     with pytest.raises(ValueError, match="as many"):
         merge([torch.zeros(1, 1, 1)], [])
+
+
+def test_parts_may_come_in_half_precision() -> None:
+    """As they do over the wire."""
+    parts = [some_rows(9, seed) for seed in range(3)]
+    want = merged([(out.bfloat16().float(), lse) for out, lse in parts])
+    halves = [(out.bfloat16(), lse) for out, lse in parts]
+    torch.testing.assert_close(merged(halves), want, atol=1e-6, rtol=1e-6)
+    out_thd, lse_ht = halves[0][0].float(), halves[0][1]
+    for part in halves[1:]:
+        merge_into(out_thd, lse_ht, *part)
+    torch.testing.assert_close((out_thd, lse_ht), want, atol=1e-6, rtol=1e-6)
+
+
+def some_rows(rows: int, seed: int) -> Part:
+    """Six heads of 24, of which a third saw nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    lse_ht = torch.randn(6, rows, generator=generator)
+    lse_ht[torch.rand(6, rows, generator=generator) < 0.3] = -torch.inf
+    out_thd = torch.randn(rows, 6, 24, generator=generator)
+    return out_thd.masked_fill((lse_ht == -torch.inf).T[..., None], 0.0), lse_ht
+
+
+def kept_rows(rows: int, keep: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.randperm(rows, generator=generator)[:keep] for _ in range(3)])
+
+
+def test_a_part_with_rows_for_some_tokens_leaves_the_others_alone() -> None:
+    out_thd, lse_ht = some_rows(40, seed=0)
+    part_khd, part_hk = some_rows(11, seed=1)
+    kept_gk = kept_rows(40, 11)
+    spread_thd, spread_ht = torch.zeros_like(out_thd), torch.full_like(lse_ht, -torch.inf)
+    for head in range(6):
+        spread_thd[kept_gk[head // 2], head] = part_khd[:, head]
+        spread_ht[head, kept_gk[head // 2]] = part_hk[head]
+    want = merged([(out_thd, lse_ht), (spread_thd, spread_ht)])
+    merge_into(out_thd, lse_ht, part_khd, part_hk, kept_gk)
+    torch.testing.assert_close((out_thd, lse_ht), want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("keep", [None, 11])
+def test_triton_merges_into_the_same(keep: int | None, triton_device: str) -> None:
+    from csps.kernels import triton_merge
+
+    running = some_rows(40, seed=2)
+    part = some_rows(keep or 40, seed=3)
+    kept_gk = None if keep is None else kept_rows(40, keep)
+    got = [x.to(triton_device, copy=True) for x in running]
+    part_khd, part_hk = (x.to(triton_device) for x in part)
+    kept = None if kept_gk is None else kept_gk.to(triton_device)
+    triton_merge.merge_into(got[0], got[1], part_khd, part_hk, kept)
+    merge_into(*running, *part, kept_gk)
+    torch.testing.assert_close([x.cpu() for x in got], list(running), atol=1e-6, rtol=1e-6)
+
+
+def test_triton_merges_stacked_parts_the_same(triton_device: str) -> None:
+    from csps.kernels import triton_merge
+
+    parts = [some_rows(21, seed) for seed in range(4)]
+    outs, lses = (torch.stack(x).to(triton_device) for x in zip(*parts, strict=True))
+    got = [x.cpu() for x in triton_merge.merge_stacked(outs, lses)]
+    torch.testing.assert_close(got, list(merged(parts)), atol=1e-6, rtol=1e-6)

@@ -1,0 +1,112 @@
+"""Compile every Triton kernel for an sm_90 GPU, which needs the compiler but no GPU.
+
+Run as a program by test_triton_compiles.py, outside of the interpreter. The interpreter checks
+what kernels compute; this checks that they are programs the compiler accepts, which tensor cores
+they use and whether they fit the machine. Prints one JSON line a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from csps.kernels import (
+    triton_attention,
+    triton_blocks,
+    triton_importance,
+    triton_merge,
+    triton_selection,
+)
+from csps.kernels.triton_blocks import padded_dim
+
+POINTERS = {
+    **dict.fromkeys(["q_positions", "k_positions", "positions", "kept"], "*i64"),
+    **dict.fromkeys(["least", "most", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"], "*i32"),
+    **dict.fromkeys(["out", "lse", "outs", "lses", "other", "other_lse", "sums"], "*fp32"),
+    "values": "*fp32",
+}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q", "cu_seqlens_k")
+ALIGNED = ("q", "k", "v", "out", "stride_qt", "stride_qh", "stride_kt", "stride_kh", "stride_vt",
+           "stride_vh")  # fmt: skip
+
+
+def report(kernel: Any, dtype: torch.dtype, warps: int = 4, stages: int = 2, **const: Any) -> None:
+    def type_of(name: str) -> str:
+        if name in const:
+            return "constexpr"
+        if name in ("q", "k", "v"):
+            return TYPES[dtype]
+        return "fp32" if name == "scale_log2" else POINTERS.get(name, "i32")
+
+    names = kernel.arg_names
+    aligned = {
+        (names.index(n),): [["tt.divisibility", 16]]
+        for n in ALIGNED
+        if n in names and n not in const
+    }
+    source = ASTSource(kernel, {n: type_of(n) for n in names}, const, aligned)
+    built = compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "num_stages": stages},
+    )
+    ptx = built.asm["ptx"]
+    result = {"kernel": kernel.__name__, "shared": built.metadata.shared, **const}
+    result |= {"wgmma": "wgmma.mma_async" in ptx, "async_copy": "cp.async" in ptx}
+    print(json.dumps(result), flush=True)
+
+
+def absent(*names: str, unless: bool) -> dict[str, Any]:
+    return {} if unless else dict.fromkeys(names)
+
+
+def attention(dtype: torch.dtype, dim: int, group: int, tokens: int, *, simple: bool) -> None:
+    tiling = triton_attention.choose_tiling(dtype, dim, group, tokens)
+    kernel = triton_attention._attention_kernel
+    report(
+        kernel, dtype, tiling.warps, tiling.stages, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple,
+        VARLEN=not simple, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n,
+        BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple), splits=1,
+    )  # fmt: skip
+
+
+def column_sums(dtype: torch.dtype, dim: int, group: int, *, simple: bool) -> None:
+    kernel = triton_importance._column_sums_kernel
+    report(
+        kernel, dtype, 8, 2, GROUP=group, HEAD_DIM=dim, CAUSAL=not simple, VARLEN=not simple,
+        BLOCK_M=triton_importance.BLOCK_M, BLOCK_N=triton_importance.BLOCK_N,
+        BLOCK_D=padded_dim(dim), **absent(*OPTIONAL, unless=not simple),
+    )  # fmt: skip
+
+
+def main() -> None:
+    half, full = torch.bfloat16, torch.float32
+    attention(half, 128, 4, 100_000, simple=False)
+    attention(half, 128, 4, 1, simple=True)
+    attention(half, 80, 7, 1000, simple=False)
+    attention(half, 64, 4, 100_000, simple=False)
+    attention(half, 256, 1, 1000, simple=False)
+    attention(full, 256, 2, 1000, simple=True)
+    column_sums(half, 128, 4, simple=False)
+    column_sums(half, 256, 7, simple=True)
+    report(triton_merge._merge_stacked_kernel, full, HEAD_DIM=128, ROWS=4, BLOCK_D=128)
+    for kept in (True, False):
+        report(
+            triton_merge._merge_into_kernel, full, KEPT=kept, HEAD_DIM=96, ROWS=4, BLOCK_D=128,
+            **absent("kept", unless=kept),
+        )  # fmt: skip
+    report(triton_selection._top_tokens_kernel, full, 8, BLOCK=triton_selection.BLOCK)
+    for varlen in (True, False):
+        report(
+            triton_blocks._extremes_kernel, full, VARLEN=varlen, BLOCK=18, SPAN=32,
+            **absent("cu_seqlens", unless=varlen),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
