@@ -1,0 +1,178 @@
+"""The router's connections to all ranks of one gang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from csps.protocols.errors import ConfigError, ConnectionLost
+from csps.protocols.messages import Attach, RankDescription
+from csps.protocols.rpc_client import RpcClient
+from csps.protocols.schema import pack, unpack
+from csps.services.directory import GangMembers, GangRole, RankAddress
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OnNotification = Callable[["AttachedGang", int, str, Any], None]
+"""Called with gang, rank, method and payload, on the event loop."""
+
+
+class AttachedGang:
+    """A gang whose every rank answers to this router.
+
+    It lives as long as all of its connections: when one closes, `lost` resolves and the gang is
+    hung up on; ranks then drop whatever they did for this router.
+    """
+
+    def __init__(self, role: GangRole, members: GangMembers, on_notification: OnNotification):
+        self.role = role
+        self.gang_id = members.gang_id
+        self._members = members
+        self._on_notification = on_notification
+        self._clients: dict[int, RpcClient] = {}
+        self.descriptions: tuple[RankDescription, ...] = ()
+        self.last_heard = 0.0
+        """`time.monotonic()` of the last notification; the owner of the callback keeps it."""
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves to the reason."""
+
+    # --- attaching ---
+
+    async def attach(self, *, secret: bytes, router_id: str, deadline_s: float) -> None:
+        """Connect to every rank and take it over; all or none.
+
+        Raises
+        ------
+        FaultError
+            A rank cannot be reached in time, or refuses.
+        ConfigError
+            The ranks do not describe one gang.
+        """
+        try:
+            await together(
+                self._connect(address, secret, router_id, deadline_s)
+                for address in self._members.ranks
+            )
+            message = pack(Attach(router_id=router_id))
+            answers = await self.call_all("attach", message, deadline_s=deadline_s)
+            self.descriptions = tuple(unpack(RankDescription, answer) for answer in answers)
+            self._check_descriptions()
+        except BaseException:
+            self.hang_up("attaching failed")
+            raise
+
+    async def _connect(
+        self, address: RankAddress, secret: bytes, router_id: str, deadline_s: float
+    ) -> None:
+        rank = address.rank
+        client = await RpcClient.connect(
+            address.host,
+            address.port,
+            secret=secret,
+            name=router_id,
+            deadline_s=deadline_s,
+            on_notification=lambda method, payload: self._on_notification(
+                self, rank, method, payload
+            ),
+        )
+        self._clients[rank] = client
+        client.closed.add_done_callback(lambda closed: self._closed(rank, closed.result()))
+
+    def _closed(self, rank: int, reason: ConnectionLost) -> None:
+        self.hang_up(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
+
+    def _check_descriptions(self) -> None:
+        first = self.descriptions[0]
+        for rank, it in enumerate(self.descriptions):
+            expected = (self.gang_id, rank, self.world_size, first.tp, first.model_fingerprint)
+            found = (it.gang_id, it.rank, it.world_size, it.tp, it.model_fingerprint)
+            if found != expected:
+                raise ConfigError(f"rank {rank} says it is {found}, expected {expected}")
+            if it.role not in (self.role, "elastic"):
+                raise ConfigError(f"rank {rank} is a {it.role} rank, not {self.role}")
+        if self.world_size % first.tp:
+            raise ConfigError(f"{self.world_size} ranks are no multiple of tp={first.tp}")
+
+    def hang_up(self, reason: str) -> None:
+        """Close all connections. Idempotent."""
+        for client in self._clients.values():
+            client.end(ConnectionLost(reason))
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+    # --- facts ---
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self._members.ranks)
+
+    @property
+    def tp(self) -> int:
+        """Ranks per instance."""
+        return self.descriptions[0].tp
+
+    @property
+    def instances(self) -> int:
+        """Copies of the weights."""
+        return self.world_size // self.tp
+
+    def ranks_of(self, instance: int) -> range:
+        """The ranks of an instance."""
+        return range(instance * self.tp, (instance + 1) * self.tp)
+
+    def instance_of(self, rank: int) -> int:
+        """The instance of a rank."""
+        return rank // self.tp
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """KV slots by instance: every rank of one holds the same tokens, with its own heads."""
+        return tuple(
+            min(self.descriptions[rank].kv_slots for rank in self.ranks_of(instance))
+            for instance in range(self.instances)
+        )
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Rack-Server-GPU ids of the instances' first ranks."""
+        return tuple(description.location for description in self.descriptions[:: self.tp])
+
+    # --- talking ---
+
+    async def call(self, rank: int, method: str, payload: Any, *, deadline_s: float) -> Any:
+        """Ask one rank."""
+        return await self._clients[rank].call(method, payload, deadline_s=deadline_s)
+
+    async def call_all(self, method: str, payload: Any, *, deadline_s: float) -> list[Any]:
+        """Ask every rank the same at once; answers in rank order, or the first error."""
+        return await together(
+            self.call(rank, method, payload, deadline_s=deadline_s)
+            for rank in range(self.world_size)
+        )
+
+    def notify(self, rank: int, method: str, payload: Any) -> None:
+        """Tell one rank; nothing if the gang is lost, because everyone is about to be told."""
+        try:
+            self._clients[rank].notify(method, payload)
+        except ConnectionLost as exc:
+            _log.debug("%s not sent: %s", method, exc)
+
+    def notify_all(self, method: str, payload: Any) -> None:
+        """Tell every rank the same."""
+        for rank in range(self.world_size):
+            self.notify(rank, method, payload)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once. The first error cancels the others and is raised as it is."""
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks.extend(group.create_task(coroutine) for coroutine in work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,290 @@
+"""Both gangs and the bridge between them, as the directory names them and as long as they live."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, GangLost
+from csps.protocols.messages import ConnectBridge
+from csps.protocols.schema import pack
+from csps.services.attached_gang import AttachedGang, together
+from csps.services.directory import ClusterView, Directory, GangRole
+
+_log = logging.getLogger(__name__)
+_ROLES: tuple[GangRole, GangRole] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterDeadlines:
+    """Seconds."""
+
+    attach_s: float = 10.0
+    """To connect to a rank, and again for it to accept this router."""
+    bridge_s: float = 60.0
+    """For all ranks of both gangs to form their common process group."""
+    retry_s: float = 0.5
+    """Pause after a failed attempt, unless the directory has news earlier."""
+    close_s: float = 5.0
+    """For the background tasks to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bridge:
+    """A prefill and a decode gang that can exchange KV."""
+
+    prefill: AttachedGang
+    decode: AttachedGang
+    epoch: str
+    """Names this pairing; KV of another one is refused by the ranks."""
+
+    def gang(self, role: GangRole) -> AttachedGang:
+        """The gang of `role`."""
+        return self.prefill if role == "prefill" else self.decode
+
+
+class ClusterListener(Protocol):
+    """Callbacks on the event loop."""
+
+    def bridged(self, bridge: Bridge) -> None:
+        """The cluster is ready. A gang that was known before has kept what it holds."""
+
+    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+        """The gang is gone with all it held; the other one lives on."""
+
+    def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
+        """A rank has told something."""
+
+
+class Cluster:
+    """Follows the directory: attaches to gangs that appear and bridges them, over and over.
+
+    One task follows the directory, another works towards what it says. That one is started over
+    whenever something changes, so an attempt to reach ranks that have vanished holds up nothing.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        secret: bytes,
+        router_id: str,
+        deadlines: ClusterDeadlines | None = None,
+    ) -> None:
+        self._directory = directory
+        self._secret, self._router_id = secret, router_id
+        self._deadlines = deadlines or ClusterDeadlines()
+        self._listener: ClusterListener | None = None
+        self._view = ClusterView()
+        self._gangs: dict[GangRole, AttachedGang] = {}
+        self._changed = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._attachments = 0
+        # Milliseconds since 1970: a router that was restarted must not reuse an epoch.
+        self._bridges = time.time_ns() // 1_000_000
+        self.bridge: Bridge | None = None
+        """The current pairing; None while the cluster is not ready."""
+        self.trouble = "not started"
+        """Why the cluster is not ready, for health checks and error messages."""
+        self._reported = ""
+
+    def listen(self, listener: ClusterListener) -> None:
+        """Tell `listener` from now on."""
+        assert self._listener is None, "a cluster has one listener"
+        self._listener = listener
+
+    def gang(self, role: GangRole) -> AttachedGang | None:
+        """The attached gang of `role`, bridged or not."""
+        return self._gangs.get(role)
+
+    async def start(self) -> None:
+        """Begin; `wait_ready` tells when both gangs are bridged."""
+        self._tasks = [
+            asyncio.create_task(self._follow(), name="follow the directory"),
+            asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
+        ]
+
+    async def close(self) -> None:
+        """Hang up on all ranks, which drop whatever they do for this router."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._deadlines.close_s)
+        for gang in list(self._gangs.values()):
+            self._lose(gang, "the router shuts down")
+
+    async def wait_ready(self, deadline_s: float) -> Bridge:
+        """Wait until both gangs are attached and bridged."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.bridge is None:
+                    await self._ready.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"cluster start ({self.trouble})", deadline_s) from None
+        return self.bridge
+
+    def reset(self, role: GangRole, reason: str) -> None:
+        """Give up what the gang is doing: hang up, and attach to whoever is there then."""
+        if (gang := self._gangs.get(role)) is not None:
+            self._lose(gang, reason)
+
+    # --- following the directory ---
+
+    async def _follow(self) -> None:
+        version = -1
+        while True:
+            try:
+                version, view = await self._directory.wait_change(version)
+            except Exception as exc:  # whatever a directory of another process may raise
+                _log.warning("the directory does not answer: %s", exc)
+                await asyncio.sleep(self._deadlines.retry_s)
+                continue
+            if view != self._view:
+                self._view = view
+                self._changed.set()
+
+    async def _keep_connected(self) -> None:
+        while True:
+            self._changed.clear()
+            await _wait(self._changed, await self._attempt())
+
+    async def _attempt(self) -> float | None:
+        """Work towards the view until done, failed or outdated; returns how long to pause."""
+        work = asyncio.create_task(self._connect())
+        news = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            work.cancel()  # changes nothing if it is done
+            await asyncio.wait({work, news})
+        if work.cancelled() or (error := work.exception()) is None:
+            return None
+        self._report(error)
+        return self._deadlines.retry_s
+
+    def _report(self, error: BaseException) -> None:
+        """Keep the reason; say it aloud once, not at every attempt."""
+        if (trouble := str(error)) != self._reported:
+            expected = isinstance(error, CspsError)
+            _log.warning("cluster not ready: %s", error, exc_info=None if expected else error)
+        self.trouble = self._reported = trouble
+
+    async def _connect(self) -> None:
+        self._drop_replaced()
+        results = await asyncio.gather(*map(self._attach, _ROLES), return_exceptions=True)
+        for result in results:
+            if result is not None:
+                raise result
+        await self._bridge_gangs()
+
+    def _drop_replaced(self) -> None:
+        for gang in list(self._gangs.values()):
+            members = self._view.gang(gang.role)
+            if members is not None and members.gang_id != gang.gang_id:
+                self._lose(gang, f"gang {gang.gang_id} was replaced by {members.gang_id}")
+
+    # --- attaching and losing gangs ---
+
+    async def _attach(self, role: GangRole) -> None:
+        members = self._view.gang(role)
+        if role in self._gangs or members is None:
+            return
+        gang = AttachedGang(role, members, self._notified)
+        self._attachments += 1
+        await gang.attach(
+            secret=self._secret,
+            # A new name each time, so that a rank which this router was attached to before drops
+            # what it still does for it.
+            router_id=f"{self._router_id}.{self._attachments}",
+            deadline_s=self._deadlines.attach_s,
+        )
+        self._gangs[role] = gang
+        gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
+        _log.info("attached to %s gang %s (%d ranks)", role, gang.gang_id, gang.world_size)
+
+    def _notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
+        gang.last_heard = time.monotonic()
+        if self._listener is not None and self._gangs.get(gang.role) is gang:
+            self._listener.notified(gang, rank, method, payload)
+
+    def _lose(self, gang: AttachedGang, reason: str) -> None:
+        if self._gangs.get(gang.role) is not gang:
+            return
+        del self._gangs[gang.role]
+        self.bridge = None
+        self.trouble = reason
+        self._ready.clear()
+        gang.hang_up(reason)
+        _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
+        if self._listener is not None:
+            self._listener.gang_lost(gang, reason)
+        self._changed.set()
+
+    # --- bridging ---
+
+    async def _bridge_gangs(self) -> None:
+        if self.bridge is not None:
+            return
+        prefill, decode = self._gangs.get("prefill"), self._gangs.get("decode")
+        if prefill is None or decode is None:
+            missing = [role for role in _ROLES if role not in self._gangs]
+            self.trouble = f"waiting for a {' and a '.join(missing)} gang"
+            return
+        _check_agree(prefill, decode)
+        self._bridges += 1
+        epoch = f"{prefill.gang_id}.{decode.gang_id}.{self._bridges}"
+        message = pack(_bridge_message(prefill, decode, epoch))
+        self.trouble = f"bridging gangs {prefill.gang_id} and {decode.gang_id}"
+        deadline_s = self._deadlines.bridge_s
+        await together(
+            gang.call_all("connect_bridge", message, deadline_s=deadline_s)
+            for gang in (prefill, decode)
+        )
+        if prefill.lost.done() or decode.lost.done():
+            raise GangLost("a gang was lost while it was bridged")
+        self._declare_ready(Bridge(prefill=prefill, decode=decode, epoch=epoch))
+
+    def _declare_ready(self, bridge: Bridge) -> None:
+        self.bridge, self.trouble, self._reported = bridge, "", ""
+        self._ready.set()
+        _log.info("ready: epoch %s", bridge.epoch)
+        if self._listener is not None:
+            self._listener.bridged(bridge)
+
+
+def _check_agree(prefill: AttachedGang, decode: AttachedGang) -> None:
+    """KV of one gang must mean the same to the other."""
+    ours, theirs = prefill.descriptions[0], decode.descriptions[0]
+    for name in ("model_fingerprint", "layers"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(
+                f"prefill and decode serve different models: {name} "
+                f"{getattr(ours, name)} against {getattr(theirs, name)}"
+            )
+
+
+def _bridge_message(prefill: AttachedGang, decode: AttachedGang, epoch: str) -> ConnectBridge:
+    host = decode.descriptions[0]
+    return ConnectBridge(
+        epoch=epoch,
+        store_host=host.store_host,
+        store_port=host.store_port,
+        prefill_ranks=prefill.world_size,
+        decode_ranks=decode.world_size,
+        prefill_tp=prefill.tp,
+        decode_tp=decode.tp,
+    )
+
+
+async def _wait(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for the event, at most that long if a time is given."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

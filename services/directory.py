@@ -1,0 +1,81 @@
+"""Who is there: the membership of the gangs, as the router learns it.
+
+In production the answer comes from a registry that outlives replicas, by long poll; in tests and
+in a single process from `StaticDirectory`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+GangRole = Literal["prefill", "decode"]
+"""What a gang is used for. (A rank's own role may also be "elastic", which can do both.)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankAddress:
+    """Where one rank answers RPC."""
+
+    rank: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangMembers:
+    """A complete gang: every rank 0 .. world_size - 1 has registered."""
+
+    gang_id: str
+    ranks: tuple[RankAddress, ...]
+    """In rank order."""
+
+    def __post_init__(self) -> None:
+        if [address.rank for address in self.ranks] != list(range(len(self.ranks))):
+            raise ValueError(f"gang {self.gang_id} is not complete, or not in rank order")
+        if not self.ranks:
+            raise ValueError(f"gang {self.gang_id} has no ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """The newest complete gang of each role; None while there is none."""
+
+    prefill: GangMembers | None = None
+    decode: GangMembers | None = None
+
+    def gang(self, role: GangRole) -> GangMembers | None:
+        """The gang of `role`."""
+        return self.prefill if role == "prefill" else self.decode
+
+
+class Directory(Protocol):
+    """Answers when something has changed."""
+
+    async def wait_change(self, version: int) -> tuple[int, ClusterView]:
+        """Wait until the view is newer than `version`; returns its version and the view.
+
+        -1 is older than every view. An implementation may return earlier with the same version,
+        as a long poll does that has run into its time limit.
+        """
+        ...
+
+
+class StaticDirectory:
+    """A directory in this process's memory; `publish` replaces the view."""
+
+    def __init__(self, view: ClusterView | None = None) -> None:
+        self._version, self._view = 0, view or ClusterView()
+        self._changed = asyncio.Event()
+
+    def publish(self, view: ClusterView) -> None:
+        """Make `view` the current one and wake whoever waits for a change."""
+        self._version, self._view = self._version + 1, view
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, version: int) -> tuple[int, ClusterView]:
+        while self._version <= version:
+            await self._changed.wait()
+        return self._version, self._view

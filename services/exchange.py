@@ -1,0 +1,174 @@
+"""One request between the dispatcher and the client: tokens in, pieces of an OpenAI answer out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from csps.models.tokenizer import Tokenizer
+from csps.protocols.errors import Cancelled
+from csps.protocols.openai import CompletionRequest
+from csps.protocols.openai_responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletionResponse,
+    ChatLogprobs,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    FinishReason,
+    TextLogprob,
+    Usage,
+)
+from csps.protocols.openai_stream import DONE, ChatStream, CompletionStream, error_event
+from csps.services.answer import Answer, Piece
+from csps.services.http_errors import public
+from csps.services.intake import Accepted
+from csps.services.request_trace import RequestTrace
+from csps.services.running import Running
+
+
+class Exchange:
+    """Owns a running request from its submission to its end."""
+
+    def __init__(
+        self, accepted: Accepted, running: Running, *, tokenizer: Tokenizer, trace: RequestTrace
+    ) -> None:
+        self._request = accepted.request
+        self._generation = accepted.generation
+        self._running = running
+        self._trace = trace
+        self._created = int(time.time())
+        self._answer = Answer(
+            tokenizer,
+            stop=accepted.request.stop,
+            min_tokens=accepted.request.min_tokens,
+            skip_special=accepted.request.skip_special_tokens,
+        )
+
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """The answer, token by token. Closing this gives everything back and ends the trace.
+
+        Raises:
+            CspsError: what the request failed with.
+        """
+        reason: FinishReason | None = None
+        try:
+            async with self._running:
+                async for token in self._running:
+                    piece = self._answer.push(token)
+                    reason = piece.finish_reason
+                    if self._answer.stopped:
+                        self._running.cancel("stop")
+                    yield piece
+                    if reason is not None:
+                        break
+            if reason is None:
+                raise Cancelled("the request ended without an answer")
+        except Exception as error:
+            self._trace.failed(error)
+            raise
+        finally:
+            self._trace.answered(self._running, model=self._request.model, reason=reason)
+            self._trace.end()
+
+    # --- in one piece ---
+
+    async def whole(self) -> dict[str, Any]:
+        """Body of the answer of a request that does not stream."""
+        pieces = [piece async for piece in self.pieces()]
+        text = "".join(piece.text for piece in pieces)
+        logprobs = [piece.logprob for piece in pieces if piece.logprob is not None]
+        reason = pieces[-1].finish_reason
+        assert reason is not None
+        body = (
+            self._completion(text, logprobs, reason)
+            if isinstance(self._request, CompletionRequest)
+            else self._chat(text, logprobs, reason)
+        )
+        return body.model_dump(exclude={"csps"} if body.csps is None else None)
+
+    def _completion(
+        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
+    ) -> CompletionResponse:
+        choice = CompletionChoice(
+            text=text,
+            logprobs=CompletionLogprobs.of(logprobs) if logprobs else None,
+            finish_reason=reason,
+        )
+        return CompletionResponse(
+            id=self._id("cmpl"),
+            created=self._created,
+            model=self._request.model,
+            choices=[choice],
+            usage=self._usage(),
+            csps=self._report(),
+        )
+
+    def _chat(
+        self, text: str, logprobs: list[TextLogprob], reason: FinishReason
+    ) -> ChatCompletionResponse:
+        choice = ChatChoice(
+            message=AssistantMessage(content=text),
+            logprobs=ChatLogprobs.of(logprobs) if logprobs else None,
+            finish_reason=reason,
+        )
+        return ChatCompletionResponse(
+            id=self._id("chatcmpl"),
+            created=self._created,
+            model=self._request.model,
+            choices=[choice],
+            usage=self._usage(),
+            csps=self._report(),
+        )
+
+    # --- piece by piece ---
+
+    async def events(self, pieces: AsyncGenerator[Piece], first: Piece) -> AsyncGenerator[bytes]:
+        """Server-sent events: `first`, the rest of `pieces`, usage, the end.
+
+        A failure becomes an event, because the status line has left long ago.
+        """
+        try:
+            stream = self._stream()
+            head = stream.start() if isinstance(stream, ChatStream) else b""
+            yield head + self._event(stream, first)
+            async for piece in pieces:
+                yield self._event(stream, piece)
+            yield stream.usage(self._answer.tokens) + DONE
+        except Exception as error:
+            yield error_event(public(error)) + DONE
+        finally:
+            await pieces.aclose()
+
+    def _stream(self) -> CompletionStream | ChatStream:
+        is_completion = isinstance(self._request, CompletionRequest)
+        make = CompletionStream if is_completion else ChatStream
+        return make(
+            request_id=self._id("cmpl" if is_completion else "chatcmpl"),
+            model=self._request.model,
+            created=self._created,
+            prompt_tokens=int(self._generation.prompt.size),
+            options=self._request.stream_options,
+        )
+
+    def _event(self, stream: CompletionStream | ChatStream, piece: Piece) -> bytes:
+        return stream.delta(
+            piece.text,
+            completion_tokens=self._answer.tokens,
+            logprobs=() if piece.logprob is None else (piece.logprob,),
+            finish_reason=piece.finish_reason,
+            csps=None if piece.finish_reason is None else self._report(),
+        )
+
+    # --- both ---
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}-{self._generation.request_id}"
+
+    def _usage(self) -> Usage:
+        return Usage.of(int(self._generation.prompt.size), self._answer.tokens)
+
+    def _report(self) -> dict[str, Any] | None:
+        return self._running.explain() if self._request.csps.explain else None

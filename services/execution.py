@@ -1,0 +1,402 @@
+"""Carrying out the policy's decisions on the ranks, and keeping the books of what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from csps.protocols.errors import ConnectionLost, DeadlineExceeded, GangLost, ProtocolError
+from csps.protocols.errors import from_wire as error_from_wire
+from csps.protocols.messages import (
+    CancelRequest,
+    JoinBatch,
+    KvLanded,
+    PrefillDone,
+    RequestFailed,
+    SlotsFreed,
+    TokenDrawn,
+)
+from csps.protocols.schema import pack, unpack
+from csps.services.attached_gang import AttachedGang
+from csps.services.attempts import Attempt, Job, new_attempt
+from csps.services.cluster import Bridge
+from csps.services.directory import GangRole
+from csps.services.job_messages import prefill_messages, reserve_message
+from csps.services.running import Placement, Running
+from csps.services.scheduling.decode_load import DecodeLoad
+from csps.services.scheduling.policy import JobDecision
+from csps.services.scheduling.prefill_load import PrefillLoad
+from csps.services.scheduling.state import ClusterState, WaitingRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionDeadlines:
+    """Seconds."""
+
+    reserve_s: float = 10.0
+    """For a decode rank to set slots aside."""
+    landing_s: float = 60.0
+    """From a request's first token until all of its KV has landed."""
+    prefill_progress_s: float = 900.0
+    """Silence of a prefill gang that owes something: longer than its longest job."""
+    decode_progress_s: float = 120.0
+    """Silence of a decode gang that owes a token."""
+
+
+class ExecutionListener(Protocol):
+    """What carrying out leads to, on the event loop."""
+
+    def launched(self, running: Running) -> None:
+        """The request's prefill job was sent."""
+
+    def drawn(self, running: Running, token: TokenDrawn) -> None:
+        """The next token; with a `finish_reason`, the last."""
+
+    def handed_over(self, running: Running) -> None:
+        """All KV has landed, decode goes on from here."""
+
+    def prefilled(self, running: Running, figures: Sequence[PrefillDone]) -> None:
+        """Every rank of the prefill group is done."""
+
+    def attempt_failed(self, running: Running, error: Exception) -> None:
+        """The attempt is over without a whole answer; what it held is on its way back."""
+
+    def room_made(self) -> None:
+        """Slots came back, or an instance finished a job."""
+
+
+class Execution:
+    """Attempts and jobs on the current pair of gangs.
+
+    One sequencer: `_launch` numbers a job and sends it to every rank of the gang without giving
+    the event loop away in between, so all ranks see all jobs in one order. That is what keeps
+    jobs on overlapping groups from waiting for each other.
+    """
+
+    def __init__(self, listener: ExecutionListener, deadlines: ExecutionDeadlines) -> None:
+        self._listener, self._deadlines = listener, deadlines
+        self._bridge: Bridge | None = None
+        self._gangs: dict[GangRole, AttachedGang] = {}
+        self.prefill_load: PrefillLoad | None = None
+        self.decode_load: DecodeLoad | None = None
+        self._attempts: dict[int, Attempt] = {}
+        self._serving: dict[int, Attempt] = {}
+        """The attempts that are not over, by their request's number."""
+        self._jobs: dict[int, Job] = {}
+        # Microseconds since 1970 to begin with: ranks remember what a former router has cancelled,
+        # and its numbers must not come up again.
+        first = time.time_ns() // 1_000
+        self._rids, self._job_ids, self._tickets = (itertools.count(first) for _ in range(3))
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.fault: BaseException | None = None
+        """A mistake of ours in the background, for health checks."""
+        self._handlers: dict[str, Callable[[int, Any], None]] = {
+            "prefill_done": self._prefill_done,
+            "landed": self._landed,
+            "freed": self._freed,
+            "failed": self._failed,
+        }
+
+    # --- the pair of gangs ---
+
+    def bridged(self, bridge: Bridge) -> None:
+        """Both gangs are ready; one that was there before has kept what it holds."""
+        self._bridge = bridge
+        if self._gangs.get("prefill") is not bridge.prefill:
+            gang = self._gangs["prefill"] = bridge.prefill
+            self.prefill_load = PrefillLoad(gang.capacities, gang.locations)
+        if self._gangs.get("decode") is not bridge.decode:
+            gang = self._gangs["decode"] = bridge.decode
+            self.decode_load = DecodeLoad(gang.capacities, gang.locations)
+
+    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+        """Forget what the gang held; every attempt that still needs it has failed."""
+        self._bridge = None
+        if self._gangs.get(gang.role) is not gang:
+            return  # it was never bridged
+        del self._gangs[gang.role]
+        if gang.role == "prefill":
+            self.prefill_load = None
+            self._jobs.clear()
+        else:
+            self.decode_load = None
+        error = GangLost(f"the {gang.role} gang was lost: {reason}")
+        for attempt in list(self._attempts.values()):
+            self._attempt_lost_gang(attempt, gang, error)
+
+    def _attempt_lost_gang(self, attempt: Attempt, gang: AttachedGang, error: GangLost) -> None:
+        if gang.role == "decode":
+            attempt.unfreed.clear()
+        needed = gang.role == "decode" or attempt.joined_at is None
+        if needed and not attempt.over:
+            self._fail(attempt, error)
+        self._settle(attempt)
+
+    def picture(self, waiting: tuple[WaitingRequest, ...]) -> ClusterState | None:
+        """What the policy decides on; None while the gangs are not bridged."""
+        if self._bridge is None or self.prefill_load is None or self.decode_load is None:
+            return None
+        return ClusterState(
+            waiting=waiting,
+            prefill=self.prefill_load.snapshot(),
+            decode=self.decode_load.snapshot(),
+        )
+
+    # --- starting ---
+
+    def start(self, decision: JobDecision, members: Sequence[Running]) -> None:
+        """Count the slots as taken, then reserve and launch in the background."""
+        assert self._bridge is not None, "decided without a bridge"
+        assert self.prefill_load is not None
+        assert self.decode_load is not None
+        ticket = next(self._tickets)
+        self.prefill_load.start(ticket, decision)
+        attempts = []
+        for member, running in zip(decision.members, members, strict=True):
+            attempt = new_attempt(next(self._rids), running, self._bridge, member.placement)
+            self.decode_load.reserve(attempt.rid, member.placement)
+            self._attempts[attempt.rid] = self._serving[running.number] = attempt
+            running.placement = _shown(decision, attempt)
+            attempts.append(attempt)
+        job = Job(ticket=ticket, decision=decision, bridge=self._bridge, attempts=attempts)
+        self._in_background(self._reserve_and_launch(job))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("starting a job failed", exc_info=error)
+            self.fault = error
+
+    async def _reserve_and_launch(self, job: Job) -> None:
+        """A job is sent only when its KV has a place to go: ranks never wait for slots."""
+        await asyncio.gather(*map(self._reserve, job.attempts))
+        if job.bridge.prefill.lost.done():
+            return
+        assert self.prefill_load is not None
+        if withdrawn := [attempt for attempt in job.attempts if attempt.over]:
+            for attempt in withdrawn:
+                job.leave(attempt)
+            self.prefill_load.shrink(job.ticket, job.decision if job.attempts else None)
+            self._listener.room_made()
+        if job.attempts:
+            self._launch(job)
+
+    async def _reserve(self, attempt: Attempt) -> None:
+        decode, message = attempt.bridge.decode, reserve_message(attempt)
+        answers = await asyncio.gather(
+            *(
+                decode.call(rank, "reserve", message, deadline_s=self._deadlines.reserve_s)
+                for rank in range(decode.world_size)
+            ),
+            return_exceptions=True,
+        )
+        attempt.reserved = True
+        errors = {rank: it for rank, it in enumerate(answers) if isinstance(it, Exception)}
+        for rank, error in errors.items():
+            if not isinstance(error, DeadlineExceeded | ConnectionLost):
+                self._give_back(attempt, rank)  # it refused, so it holds nothing
+        if attempt.over:
+            self._cancel_at_decode(attempt)  # what was withdrawn meanwhile
+            self._settle(attempt)
+        elif errors:
+            self._fail(attempt, next(iter(errors.values())))
+
+    def _launch(self, job: Job) -> None:
+        """The sequencer. Nothing in here may await."""
+        job_id = next(self._job_ids)
+        self._jobs[job_id] = job
+        for rank, message in enumerate(prefill_messages(job, job_id)):
+            job.bridge.prefill.notify(rank, "prefill", message)
+        job.launched()
+        for attempt in job.attempts:
+            attempt.launched = True
+            self._listener.launched(attempt.running)
+
+    # --- ending ---
+
+    def withdraw(self, running: Running) -> None:
+        """Stop working for the request, if any work has begun."""
+        if (attempt := self._serving.get(running.number)) is not None:
+            self._withdraw(attempt)
+
+    def _withdraw(self, attempt: Attempt) -> None:
+        self._over(attempt)
+        if attempt.launched:
+            attempt.bridge.prefill.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
+        if attempt.reserved:
+            self._cancel_at_decode(attempt)
+        self._settle(attempt)
+
+    def _cancel_at_decode(self, attempt: Attempt) -> None:
+        attempt.owed_since = attempt.owed_since or time.monotonic()
+        attempt.bridge.decode.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
+
+    def _fail(self, attempt: Attempt, error: Exception) -> None:
+        self._withdraw(attempt)
+        self._listener.attempt_failed(attempt.running, error)
+
+    def _complete(self, attempt: Attempt) -> None:
+        """The last token was drawn: decode frees what it decoded, not what never joined."""
+        self._over(attempt)
+        if attempt.joined_at is None:
+            self._cancel_at_decode(attempt)
+        self._settle(attempt)
+
+    def _over(self, attempt: Attempt) -> None:
+        attempt.over = True
+        del self._serving[attempt.running.number]
+
+    def _settle(self, attempt: Attempt) -> None:
+        if attempt.over and not attempt.unfreed:
+            self._attempts.pop(attempt.rid, None)
+
+    # --- what ranks tell ---
+
+    def notified(self, rank: int, method: str, payload: Any) -> None:
+        """A notification from a rank of the current gangs."""
+        if method == "token":  # thousands a second: before everything else
+            self._token(payload)
+        elif (handler := self._handlers.get(method)) is not None:
+            handler(rank, payload)
+        else:
+            raise ProtocolError(f"rank {rank} sent {method}, which a router does not know")
+
+    def _token(self, payload: Any) -> None:
+        token = unpack(TokenDrawn, payload)
+        attempt = self._attempts.get(token.rid)
+        if attempt is None or attempt.over:
+            return
+        if token.index != attempt.next_index:
+            error = f"token {token.index} arrived where {attempt.next_index} was due"
+            self._fail(attempt, ProtocolError(error))
+            return
+        attempt.next_index += 1
+        if token.finish_reason is not None:
+            self._complete(attempt)
+        self._listener.drawn(attempt.running, token)
+        if token.index == 0 and not attempt.over:
+            attempt.first_token, attempt.first_token_at = token.token, time.monotonic()
+            self._join_if_landed(attempt)
+
+    def _landed(self, rank: int, payload: Any) -> None:
+        message = unpack(KvLanded, payload)
+        attempt = self._attempts.get(message.rid)
+        if attempt is None or attempt.over:
+            return
+        expected = attempt.unlanded.pop(rank, None)
+        if message.tokens != expected:
+            error = f"KV of {message.tokens} tokens landed at decode rank {rank}, not {expected}"
+            self._fail(attempt, ProtocolError(error))
+            return
+        self._join_if_landed(attempt)
+
+    def _join_if_landed(self, attempt: Attempt) -> None:
+        if attempt.unlanded or attempt.first_token_at is None:
+            return
+        attempt.joined_at = attempt.owed_since = time.monotonic()
+        message = JoinBatch(rid=attempt.rid, first_token=attempt.first_token)
+        attempt.bridge.decode.notify(0, "join", pack(message))
+        self._listener.handed_over(attempt.running)
+
+    def _prefill_done(self, rank: int, payload: Any) -> None:
+        message = unpack(PrefillDone, payload)
+        job = self._jobs.get(message.job_id)
+        if job is None or self.prefill_load is None:
+            return
+        job.figures.append(message)
+        instance = job.bridge.prefill.instance_of(rank)
+        if job.rank_done(rank, instance):
+            self.prefill_load.done(job.ticket, instance)
+            self._listener.room_made()
+        if not job.undone:
+            del self._jobs[message.job_id]
+            self._job_done(job)
+
+    def _job_done(self, job: Job) -> None:
+        for attempt in job.attempts:
+            self._listener.prefilled(attempt.running, job.figures)
+            if not attempt.over and attempt.first_token_at is None:
+                # The rank that draws says so before it reports, so no token is on its way.
+                self._fail(attempt, ProtocolError("a prefill job ended without its first token"))
+
+    def _freed(self, rank: int, payload: Any) -> None:
+        message = unpack(SlotsFreed, payload)
+        if (attempt := self._attempts.get(message.rid)) is not None:
+            self._give_back(attempt, rank)
+            self._settle(attempt)
+
+    def _give_back(self, attempt: Attempt, rank: int) -> None:
+        """A decode rank holds nothing of the attempt; its instance, once all its ranks say so."""
+        attempt.unfreed.discard(rank)
+        decode = attempt.bridge.decode
+        instance = decode.instance_of(rank)
+        if attempt.unfreed.isdisjoint(decode.ranks_of(instance)) and self.decode_load is not None:
+            self.decode_load.freed(attempt.rid, instance)
+            self._listener.room_made()
+
+    def _failed(self, rank: int, payload: Any) -> None:
+        message = unpack(RequestFailed, payload)
+        attempt = self._attempts.get(message.rid)
+        if attempt is not None and not attempt.over:
+            wire = {"code": message.code, "message": message.message}
+            self._fail(attempt, error_from_wire(wire))
+
+    # --- deadlines ---
+
+    def check_deadlines(self, now: float) -> Iterable[tuple[GangRole, str]]:
+        """Fail attempts whose KV does not land; returns gangs that owe something and are silent."""
+        for attempt in list(self._serving.values()):
+            since = attempt.first_token_at
+            if since is not None and attempt.unlanded and now - since > self._deadlines.landing_s:
+                self._fail(attempt, DeadlineExceeded("KV landing", self._deadlines.landing_s))
+        owed: dict[GangRole, list[float]] = {
+            "prefill": [job.launched_at for job in self._jobs.values()],
+            "decode": [
+                it.owed_since for it in self._attempts.values() if it.owed_since is not None
+            ],
+        }
+        limits: dict[GangRole, float] = {
+            "prefill": self._deadlines.prefill_progress_s,
+            "decode": self._deadlines.decode_progress_s,
+        }
+        for role, gang in self._gangs.items():
+            silent_s = now - max(gang.last_heard, min(owed[role], default=now))
+            if silent_s > limits[role]:
+                yield role, f"the {role} gang owes an answer and was silent for {silent_s:.0f} s"
+
+    async def close(self) -> None:
+        """Stop what goes on in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with themselves."""
+        for load in (self.prefill_load, self.decode_load):
+            if load is not None:
+                load.ledger.check_integrity()
+        assert all(not attempt.over for attempt in self._serving.values()), "over, but serving"
+        if self.decode_load is not None:
+            assert self.decode_load.ledger.owners <= set(self._attempts), "slots of nobody"
+
+
+def _shown(decision: JobDecision, attempt: Attempt) -> Placement:
+    return Placement(
+        group=decision.group,
+        bounds=decision.bounds,
+        shares=attempt.placement.shares,
+        master=attempt.placement.master,
+        batched_with=len(decision.members) - 1,
+    )

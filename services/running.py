@@ -1,0 +1,246 @@
+"""One request as the HTTP layer sees it: iterate for tokens, leave to cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from csps.protocols import trace_context
+from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
+from csps.protocols.plans import Attention, Objective, Plan
+
+State = Literal[
+    "admitted", "queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What a client wants, validated and tokenized."""
+
+    request_id: str
+    prompt: NDArray[np.int32]
+    """Token ids, at least one."""
+    sampling: Sampling
+    objective: Objective = field(default_factory=Objective)
+    attention: Attention = "auto"
+    levels: int | None = None
+    drop_ratio: float | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    deadline_s: float | None = None
+    """Seconds after submission when the request fails if it has not finished; None waits."""
+
+    def __post_init__(self) -> None:
+        if self.prompt.ndim != 1 or not self.prompt.size:
+            raise ValueError("a prompt is a non-empty row of token ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where an attempt runs; what `explain` shows."""
+
+    group: tuple[int, ...]
+    """Prefill instances, in the order in which they hold the sequence."""
+    bounds: tuple[int, ...]
+    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]) of the job."""
+    shares: tuple[KvShare, ...]
+    """Decode instances that hold the prompt's KV."""
+    master: int
+    """Decode instance that draws the tokens."""
+    batched_with: int = 0
+    """Other requests in the same prefill job."""
+
+
+@dataclass(kw_only=True)
+class Timings:
+    """Seconds spent in each state by the last attempt; None for a state that was not reached.
+
+    `ttft_s` and `total_s` count from submission, over all attempts.
+    """
+
+    plan_s: float | None = None
+    queue_s: float | None = None
+    """From planned until the prefill job was sent; the decode reservation is part of it."""
+    prefill_s: float | None = None
+    """From the job's sending to the first token."""
+    transfer_s: float | None = None
+    """From the first token until all KV had landed: the part of the transfer that shows."""
+    decode_s: float | None = None
+    """From the hand-over to decode until the last token."""
+    ttft_s: float | None = None
+    total_s: float | None = None
+    rank_queue_s: float = 0.0
+    """The slowest prefill rank's figures, as it reported them."""
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    rank_transfer_s: float = 0.0
+    yielded_s: float = 0.0
+    tokens: int = 0
+    attempts: int = 0
+
+    def add_figures(self, figures: Sequence[PrefillDone]) -> None:
+        """Take in what the ranks of a prefill group have measured."""
+        self.rank_queue_s = max(it.queue_s for it in figures)
+        self.compute_s = max(it.compute_s for it in figures)
+        self.communication_s = max(it.communication_s for it in figures)
+        self.rank_transfer_s = max(it.transfer_s for it in figures)
+        self.yielded_s = max(it.yielded_s for it in figures)
+
+
+@dataclass(slots=True)
+class Marks:
+    """When (`time.monotonic()`) an attempt reached each state."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    planned: float | None = None
+    queued: float | None = None
+    """Entered the queue: `planned`, or the loss of the previous attempt."""
+    launched: float | None = None
+    first_token: float | None = None
+    joined: float | None = None
+    """All KV had landed and decode was told to go on."""
+    last_token: float | None = None
+    ended: float | None = None
+
+
+class Running:
+    """A submitted request: an asynchronous iterator of its tokens.
+
+    Use it as a context manager; leaving early (the client is gone) cancels the work everywhere.
+    Iteration ends after the last token, or raises what the request failed with.
+    """
+
+    def __init__(
+        self, generation: Generation, *, number: int, on_cancel: Callable[[Running], None]
+    ) -> None:
+        self.generation = generation
+        self.number = number
+        """Order of admission; a retry keeps it, and with it its place in the queue."""
+        self.state: State = "admitted"
+        self.plan: Plan | None = None
+        self.placement: Placement | None = None
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self.timings = Timings()
+        self.marks = Marks()
+        self.context: Context = otel_context.get_current()
+        """OpenTelemetry context of the submitter: the request's span."""
+        self.carrier = trace_context.inject()
+        """The same, as it travels."""
+        self._on_cancel = on_cancel
+        self._tokens: deque[TokenDrawn] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """No more tokens will come; some may still wait to be read."""
+        return self.state in ("finished", "failed")
+
+    @property
+    def streamed(self) -> bool:
+        """A token was handed out, so that the request cannot be started over unnoticed."""
+        return self.timings.tokens > 0
+
+    def cancel(self, reason: FinishReason = "cancelled") -> None:
+        """Stop the work everywhere. `reason` "stop": the caller found a stop string.
+
+        Tokens not yet read are dropped; iteration ends. Does nothing once the request has ended.
+        """
+        if not self.ended:
+            self._tokens.clear()
+            self.finish_reason = reason
+            self._on_cancel(self)
+
+    # --- the reader's side ---
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDrawn:
+        while not self._tokens:
+            if self.error is not None:
+                raise self.error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._tokens.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    # --- the dispatcher's side ---
+
+    def begin_attempt(self) -> None:
+        """Enter the queue, for the first time or again."""
+        self.state = "queued"
+        marks = self.marks
+        self.marks = Marks(
+            submitted=marks.submitted, planned=marks.planned, queued=time.monotonic()
+        )
+
+    def first_token_at(self, now: float) -> None:
+        """The first token was drawn; its KV may still be on the way."""
+        self.state = "landing"
+        self.marks.first_token = now
+        self.timings.ttft_s = now - self.marks.submitted
+        self.timings.prefill_s = now - (self.marks.launched or now)
+
+    def handed_over_at(self, now: float) -> None:
+        """All KV has landed, and decode was told."""
+        self.marks.joined = now
+        self.timings.transfer_s = now - (self.marks.first_token or now)
+
+    def close_timings(self, now: float) -> None:
+        """The request has ended."""
+        marks = self.marks
+        marks.ended = now
+        self.timings.total_s = now - marks.submitted
+        if marks.joined is not None:
+            self.timings.decode_s = max(0.0, (marks.last_token or now) - marks.joined)
+
+    def deliver(self, token: TokenDrawn) -> None:
+        """Hand a token to the reader."""
+        self._tokens.append(token)
+        self._wake()
+
+    def finish(self, reason: FinishReason) -> None:
+        """The answer is complete, or was withdrawn."""
+        self.state, self.finish_reason = "finished", reason
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer, or no rest of it."""
+        self.state, self.error = "failed", error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def explain(self) -> dict[str, Any]:
+        """What the extension field `csps.explain` answers: plan, placement, timings."""
+        return {
+            "plan": asdict(self.plan) if self.plan else None,
+            "placement": asdict(self.placement) if self.placement else None,
+            "timings": asdict(self.timings),
+        }

@@ -1,0 +1,424 @@
+"""Gangs that compute nothing: they speak the real RPC over loopback and do as the test says.
+
+Fake ranks keep books of their own of the slots that were asked of them. A request for more than
+they have fails the test, and at the end of a test everything must have come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from csps.protocols.errors import FaultError
+from csps.protocols.messages import (
+    Attach,
+    CancelRequest,
+    ConnectBridge,
+    JoinBatch,
+    KvLanded,
+    PrefillDone,
+    PrefillJob,
+    RankDescription,
+    RequestFailed,
+    Reserve,
+    Sampling,
+    SlotsFreed,
+    TokenDrawn,
+)
+from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.rpc_server import Peer, RpcServer
+from csps.protocols.schema import pack, unpack
+from csps.services.cluster import Cluster, ClusterDeadlines
+from csps.services.directory import (
+    ClusterView,
+    GangMembers,
+    GangRole,
+    RankAddress,
+    StaticDirectory,
+)
+from csps.services.dispatch import DispatchDeadlines, Dispatcher
+from csps.services.running import Generation, Running
+from csps.services.scheduling.decode_placement import DecodeRules
+from csps.services.scheduling.spt_policy import SptPolicy, SptRules
+
+SECRET = b"only for tests"
+PATIENCE_S = 10.0
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the event loop turn until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - what to wait for may be of either side
+            await asyncio.sleep(0)
+
+
+async def turns(count: int = 200) -> None:
+    """Let the event loop turn so often that whatever could happen has happened."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class FakeRank:
+    """One rank: remembers what it is told, tells what the test wants."""
+
+    def __init__(self, gang: FakeGang, rank: int) -> None:
+        self.gang, self.rank = gang, rank
+        self.router: Peer | None = None
+        self.attached: list[str] = []
+        self.bridges: list[ConnectBridge] = []
+        self.jobs: list[PrefillJob] = []
+        self.reserved: dict[int, Reserve] = {}
+        self.all_reserved: list[int] = []
+        self.joined: list[JoinBatch] = []
+        self.cancelled: list[int] = []
+        self.heard: list[str] = []
+        self.server = RpcServer(
+            {
+                "attach": self._attach,
+                "connect_bridge": self._connect_bridge,
+                "prefill": self._prefill,
+                "reserve": self._reserve,
+                "join": lambda payload, _: self._note("join", self.joined, JoinBatch, payload),
+                "cancel": self._cancel,
+            },
+            secret=SECRET,
+        )
+
+    @property
+    def instance(self) -> int:
+        return self.rank // self.gang.tp
+
+    def describe(self) -> RankDescription:
+        gang = self.gang
+        return RankDescription(
+            gang_id=gang.gang_id,
+            role=gang.role,
+            rank=self.rank,
+            world_size=gang.world_size,
+            tp=gang.tp,
+            location=f"0-0-{self.rank}",
+            kv_slots=gang.kv_slots,
+            kv_bytes_per_token=8,
+            layers=2,
+            model="fake",
+            model_fingerprint=gang.fingerprint,
+            max_positions=1 << 20,
+            store_host="127.0.0.1",
+            store_port=1,
+            pid=0,
+        )
+
+    def tell(self, method: str, message: Any) -> None:
+        if self.router is not None and not self.router.closed.done():
+            self.router.notify(method, pack(message))
+
+    def _note(self, method: str, log: list[Any], cls: Any, payload: Any) -> Any:
+        message = unpack(cls, payload)
+        log.append(message)
+        self.heard.append(method)
+        return message
+
+    def _attach(self, payload: Any, peer: Peer) -> Any:
+        self.attached.append(unpack(Attach, payload).router_id)
+        self.router = peer
+        self.reserved.clear()
+        return pack(self.describe())
+
+    async def _connect_bridge(self, payload: Any, _: Peer) -> None:
+        self._note("connect_bridge", self.bridges, ConnectBridge, payload)
+        await self.gang.may_bridge.wait()
+
+    def _prefill(self, payload: Any, _: Peer) -> None:
+        job = self._note("prefill", self.jobs, PrefillJob, payload)
+        used = sum(self.gang.slots_of(job, self.instance) for job in self.gang.running_jobs(self))
+        assert used <= self.gang.kv_slots, "more prompts than slots"
+        self.gang.on_job(self, job)
+
+    async def _reserve(self, payload: Any, _: Peer) -> None:
+        request = unpack(Reserve, payload)
+        self.heard.append("reserve")
+        await self.gang.may_reserve.wait()
+        if self.gang.refuses is not None:
+            raise self.gang.refuses
+        self.reserved[request.rid] = request
+        self.all_reserved.append(request.rid)
+        used = sum(_slots(held, self.instance) for held in self.reserved.values())
+        assert used <= self.gang.kv_slots, "more requests than slots"
+
+    def _cancel(self, payload: Any, _: Peer) -> None:
+        rid = unpack(CancelRequest, payload).rid
+        self.cancelled.append(rid)
+        self.heard.append("cancel")
+        if self.gang.obeys_cancel:
+            self.give_back(rid)
+
+    def give_back(self, rid: int) -> None:
+        """What a rank does with a cancelled request."""
+        if self.reserved.pop(rid, None) is not None:
+            self.tell("freed", SlotsFreed(rid=rid, rank=self.rank))
+        for job in self.gang.running_jobs(self):
+            if {piece.rid for piece in job.pieces} <= set(self.cancelled):
+                self.job_done(job, cancelled=True)
+
+    def job_done(self, job: PrefillJob, *, cancelled: bool = False) -> None:
+        """Report a job as done; ranks outside of its group have nothing to report."""
+        self.gang.done.add((self.rank, job.job_id))
+        if self.instance in job.group:
+            self.tell(
+                "prefill_done",
+                PrefillDone(
+                    job_id=job.job_id,
+                    rank=self.rank,
+                    cancelled=cancelled,
+                    queue_s=0.0,
+                    compute_s=0.1 * (1 + self.rank),
+                    communication_s=0.0,
+                    transfer_s=0.0,
+                    yielded_s=0.0,
+                ),
+            )
+
+
+def _slots(request: Reserve, instance: int) -> int:
+    shares = sum(it.span.length for it in request.shares if it.instance == instance)
+    return shares + (request.sampling.max_tokens if request.master == instance else 0)
+
+
+class FakeGang:
+    """All ranks of a gang, in this process."""
+
+    def __init__(
+        self,
+        role: GangRole,
+        gang_id: str,
+        *,
+        instances: int = 2,
+        tp: int = 1,
+        kv_slots: int = 10_000,
+        fingerprint: str = "same",
+    ) -> None:
+        self.role, self.gang_id, self.tp = role, gang_id, tp
+        self.kv_slots, self.fingerprint = kv_slots, fingerprint
+        self.world_size = instances * tp
+        self.may_bridge, self.may_reserve = asyncio.Event(), asyncio.Event()
+        self.may_bridge.set()
+        self.may_reserve.set()
+        self.refuses: FaultError | None = None
+        self.obeys_cancel = True
+        self.done: set[tuple[int, int]] = set()
+        self.on_job: Callable[[FakeRank, PrefillJob], None] = lambda rank, job: None
+        self.ranks = [FakeRank(self, rank) for rank in range(self.world_size)]
+        self.addresses: list[RankAddress] = []
+
+    async def start(self) -> GangMembers:
+        for rank in self.ranks:
+            host, port = await rank.server.start("127.0.0.1")
+            self.addresses.append(RankAddress(rank=rank.rank, host=host, port=port))
+        return self.members
+
+    @property
+    def members(self) -> GangMembers:
+        return GangMembers(gang_id=self.gang_id, ranks=tuple(self.addresses))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(rank.server.close(0.0) for rank in self.ranks))
+
+    async def kill(self, rank: int) -> None:
+        """The rank's process is gone."""
+        await self.ranks[rank].server.close(0.0)
+
+    def running_jobs(self, rank: FakeRank) -> list[PrefillJob]:
+        return [job for job in rank.jobs if (rank.rank, job.job_id) not in self.done]
+
+    def slots_of(self, job: PrefillJob, instance: int) -> int:
+        if instance not in job.group:
+            return 0
+        member = job.group.index(instance)
+        return job.bounds[member + 1] - job.bounds[member]
+
+    # --- what the gang does at the test's word ---
+
+    def finish_job(self, job: PrefillJob) -> None:
+        """Every rank of the group has computed and sent its part."""
+        for rank in self.ranks:
+            rank.job_done(job)
+
+    def draw(self, rid: int, index: int, token: int = 7, finish: Any = None) -> None:
+        """A token, from whichever rank; the router does not care which."""
+        drawn = TokenDrawn(rid=rid, index=index, token=token, finish_reason=finish)
+        self.ranks[-1].tell("token", drawn)
+
+    def land(self, rid: int) -> None:
+        """The prompt's KV is there, on every rank that holds a share."""
+        for rank in self.ranks:
+            request = rank.reserved.get(rid)  # None: cancelled meanwhile
+            for share in request.shares if request is not None else ():
+                if share.instance == rank.instance:
+                    tokens = share.span.length
+                    landed = KvLanded(rid=rid, rank=rank.rank, tokens=tokens, seconds=0.0)
+                    rank.tell("landed", landed)
+
+    def free(self, rid: int) -> None:
+        """Every rank gives its slots back."""
+        for rank in self.ranks:
+            rank.reserved.pop(rid, None)
+            rank.tell("freed", SlotsFreed(rid=rid, rank=rank.rank))
+
+    def fail(self, rid: int, code: str) -> None:
+        failed = RequestFailed(rid=rid, rank=0, code=code, message="as the test says")
+        self.ranks[0].tell("failed", failed)
+
+    @property
+    def leader(self) -> FakeRank:
+        return self.ranks[0]
+
+
+def _job_of(rank: FakeRank, rid: int) -> PrefillJob | None:
+    jobs = (job for job in rank.jobs if any(piece.rid == rid for piece in job.pieces))
+    return next(jobs, None)
+
+
+async def exact(request: PlanRequest) -> Plan:
+    return Plan(reason="as asked")
+
+
+@dataclass
+class FakeCell:
+    """A dispatcher over two fake gangs."""
+
+    prefill: FakeGang
+    decode: FakeGang
+    directory: StaticDirectory
+    cluster: Cluster
+    dispatcher: Dispatcher
+    gangs: list[FakeGang] = field(default_factory=list)
+
+    def submit(self, tokens: int = 100, max_tokens: int = 4, **options: Any) -> Running:
+        return self.dispatcher.submit(generation(tokens, max_tokens, **options))
+
+    async def replace(self, gang: FakeGang) -> None:
+        """A new gang has registered in the old one's place."""
+        members = await gang.start()
+        self.gangs.append(gang)
+        _, view = await self.directory.wait_change(-1)
+        if gang.role == "prefill":
+            self.prefill = gang
+            self.directory.publish(replace(view, prefill=members))
+        else:
+            self.decode = gang
+            self.directory.publish(replace(view, decode=members))
+
+    # --- one request's way, step by step ---
+
+    def rid_of(self, running: Running) -> int:
+        """The number of the request's current attempt."""
+        return self.dispatcher._execution._serving[running.number].rid
+
+    async def prefilling(self, running: Running) -> PrefillJob:
+        """Wait until the request's job has reached every prefill rank."""
+        await until(lambda: running.state == "prefill")
+        rid = self.rid_of(running)
+        await until(lambda: all(_job_of(rank, rid) for rank in self.prefill.ranks))
+        job = _job_of(self.prefill.leader, rid)
+        assert job is not None
+        return job
+
+    async def decoding(self, running: Running) -> int:
+        """Take a request to the state decoding; returns its rid."""
+        job = await self.prefilling(running)
+        rid = self.rid_of(running)
+        self.prefill.draw(rid, 0)
+        self.decode.land(rid)
+        self.prefill.finish_job(job)
+        await until(lambda: any(it.rid == rid for it in self.decode.leader.joined))
+        return rid
+
+    def finish(self, rid: int, count: int) -> None:
+        """Decode the tokens 1 .. count - 1, the last one with a reason, and free the slots."""
+        for index in range(1, count):
+            finish = "length" if index == count - 1 else None
+            self.decode.draw(rid, index, token=100 + index, finish=finish)
+        self.decode.free(rid)
+
+    def runs_by_itself(self) -> None:
+        """Both gangs do everything that is asked of them at once."""
+        prefill, decode = self.prefill, self.decode
+
+        def on_job(rank: FakeRank, job: PrefillJob) -> None:
+            if rank.rank == prefill.world_size - 1:  # the last one to hear of it
+                asyncio.get_running_loop().call_soon(run, job)
+
+        def run(job: PrefillJob) -> None:
+            for piece in job.pieces:
+                if (
+                    piece.rid not in prefill.leader.cancelled
+                    and piece.rid in decode.leader.reserved
+                ):
+                    last = piece.sampling.max_tokens == 1
+                    prefill.draw(piece.rid, 0, finish="length" if last else None)
+                    decode.land(piece.rid)
+            prefill.finish_job(job)
+
+        def join(payload: Any, _: Peer) -> None:
+            message = unpack(JoinBatch, payload)
+            request = decode.leader.reserved.get(message.rid)
+            if request is not None:
+                self.finish(message.rid, request.sampling.max_tokens)
+
+        prefill.on_job = on_job
+        decode.leader.server._handlers["join"] = join
+
+    async def settled(self) -> None:
+        """Wait until nothing is held any more, on either side, and check the books."""
+        await until(lambda: not any(rank.reserved for rank in self.decode.ranks))
+        await until(lambda: self.dispatcher.kv_usage("decode") == 0)
+        await until(lambda: self.dispatcher.kv_usage("prefill") == 0)
+        await until(lambda: not self.dispatcher._execution._attempts)
+        self.dispatcher.check_integrity()
+        self.dispatcher.check_health()
+
+
+def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> Generation:
+    return Generation(
+        request_id="r",
+        prompt=np.arange(tokens, dtype=np.int32),
+        sampling=Sampling(max_tokens=max_tokens),
+        **options,
+    )
+
+
+@asynccontextmanager
+async def fake_cell(
+    *,
+    prefill: FakeGang | None = None,
+    decode: FakeGang | None = None,
+    planner: Callable[[PlanRequest], Coroutine[Any, Any, Plan]] = exact,
+    rules: SptRules | None = None,
+    deadlines: DispatchDeadlines | None = None,
+    ready: bool = True,
+    **dispatcher: Any,
+) -> AsyncIterator[FakeCell]:
+    """A dispatcher and two gangs, bridged; everything is closed at the end."""
+    gangs = [prefill or FakeGang("prefill", "p1"), decode or FakeGang("decode", "d1")]
+    members = [await gang.start() for gang in gangs]
+    directory = StaticDirectory(ClusterView(prefill=members[0], decode=members[1]))
+    cluster = Cluster(
+        directory, secret=SECRET, router_id="test", deadlines=ClusterDeadlines(retry_s=0.01)
+    )
+    policy = SptPolicy(rules or SptRules(spt_tokens=1000, short_tokens=200), DecodeRules())
+    options = {"deadlines": deadlines or DispatchDeadlines(watch_s=0.01, retry_pause_s=0.0)}
+    made = Dispatcher(cluster=cluster, policy=policy, planner=planner, **{**options, **dispatcher})
+    cell = FakeCell(gangs[0], gangs[1], directory, cluster, made, gangs)
+    await made.start()
+    try:
+        if ready:
+            await cluster.wait_ready(PATIENCE_S)
+        yield cell
+    finally:
+        await made.close(0.0)
+        await asyncio.gather(*(gang.close() for gang in cell.gangs))

@@ -1,0 +1,270 @@
+"""Attaching, bridging, losing and finding gangs again, over real RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
+
+from csps.protocols.errors import DeadlineExceeded
+from csps.services.attached_gang import AttachedGang
+from csps.services.cluster import Bridge, Cluster, ClusterDeadlines
+from csps.services.directory import (
+    ClusterView,
+    Directory,
+    GangMembers,
+    RankAddress,
+    StaticDirectory,
+)
+
+
+@dataclass
+class Log:
+    """A listener that remembers."""
+
+    bridges: list[Bridge] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    told: list[tuple[str, int, str]] = field(default_factory=list)
+
+    def bridged(self, bridge: Bridge) -> None:
+        self.bridges.append(bridge)
+
+    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+        self.lost.append((gang.gang_id, reason))
+
+    def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
+        self.told.append((gang.gang_id, rank, method))
+
+
+@asynccontextmanager
+async def following(
+    directory: Directory, *gangs: FakeGang, **deadlines: float
+) -> AsyncIterator[tuple[Cluster, Log]]:
+    cluster = Cluster(
+        directory,
+        secret=SECRET,
+        router_id="test",
+        deadlines=ClusterDeadlines(**{"retry_s": 0.01, **deadlines}),
+    )
+    log = Log()
+    cluster.listen(log)
+    await cluster.start()
+    try:
+        yield cluster, log
+    finally:
+        await cluster.close()
+        await asyncio.gather(*(gang.close() for gang in gangs))
+
+
+async def view_of(prefill: FakeGang | None, decode: FakeGang | None) -> ClusterView:
+    members = [None if gang is None else await gang.start() for gang in (prefill, decode)]
+    return ClusterView(prefill=members[0], decode=members[1])
+
+
+def vanished(gang_id: str, ranks: int = 2) -> GangMembers:
+    """Ranks that were registered, at addresses where nobody listens any more."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    addresses = [RankAddress(rank=rank, host="127.0.0.1", port=port) for rank in range(ranks)]
+    return GangMembers(gang_id=gang_id, ranks=tuple(addresses))
+
+
+async def test_both_gangs_are_attached_and_bridged() -> None:
+    prefill = FakeGang("prefill", "p1", instances=2, tp=2)
+    decode = FakeGang("decode", "d1", instances=3)
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode) as (cluster, log):
+        bridge = await cluster.wait_ready(PATIENCE_S)
+        assert log.bridges == [bridge]
+        assert bridge.epoch.startswith("p1.d1.")
+        assert bridge.prefill.instances == 2
+        assert bridge.prefill.ranks_of(1) == range(2, 4)
+        assert bridge.prefill.capacities == (10_000, 10_000)
+        assert bridge.prefill.locations == ("0-0-0", "0-0-2")
+        for rank in prefill.ranks + decode.ranks:
+            (message,) = rank.bridges
+            assert message.epoch == bridge.epoch
+            assert (message.prefill_ranks, message.decode_ranks) == (4, 3)
+            assert (message.prefill_tp, message.decode_tp) == (2, 1)
+            assert len(rank.attached) == 1
+
+
+async def test_gangs_may_come_one_after_the_other() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory = StaticDirectory()
+    async with following(directory, prefill, decode) as (cluster, _):
+        with pytest.raises(DeadlineExceeded, match="waiting for a prefill and a decode gang"):
+            await cluster.wait_ready(0.01)
+        directory.publish(await view_of(None, decode))
+        await until(lambda: cluster.trouble == "waiting for a prefill gang")
+        directory.publish(ClusterView(prefill=await prefill.start(), decode=decode.members))
+        await cluster.wait_ready(PATIENCE_S)
+
+
+async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_bridged_with_the_survivor() -> (
+    None
+):
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("prefill", "p2")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, second) as (cluster, log):
+        first_bridge = await cluster.wait_ready(PATIENCE_S)
+        await prefill.kill(1)
+        await until(lambda: log.lost)
+        assert log.lost[0][0] == "p1"
+        assert "rank 1 of prefill gang p1" in log.lost[0][1]
+        assert cluster.bridge is None
+        await until(lambda: prefill.ranks[0].router.closed.done())  # the rest is hung up on
+        directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
+        bridge = await cluster.wait_ready(PATIENCE_S)
+        assert bridge.decode is first_bridge.decode
+        assert len(decode.leader.attached) == 1
+        assert [message.epoch for message in decode.leader.bridges] == [
+            first_bridge.epoch,
+            bridge.epoch,
+        ]
+        assert bridge.epoch != first_bridge.epoch
+
+
+async def test_a_gang_that_the_directory_replaces_is_left() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("decode", "d2")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, second) as (cluster, log):
+        await cluster.wait_ready(PATIENCE_S)
+        directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
+        await until(lambda: len(log.bridges) == 2)
+        assert log.lost == [("d1", "gang d1 was replaced by d2")]
+
+
+async def test_vanished_ranks_hold_up_nothing() -> None:
+    prefill, decode = FakeGang("prefill", "p2"), FakeGang("decode", "d1")
+    view = await view_of(prefill, decode)
+    directory = StaticDirectory(ClusterView(prefill=vanished("p1"), decode=view.decode))
+    async with following(directory, prefill, decode) as (cluster, _):
+        await until(lambda: "cannot connect" in cluster.trouble)
+        directory.publish(view)
+        await cluster.wait_ready(PATIENCE_S)
+
+
+async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
+    """A listener that accepts and says nothing: only the deadline, or news, ends the attempt."""
+    prefill, decode = FakeGang("prefill", "p2"), FakeGang("decode", "d1")
+    view = await view_of(prefill, decode)
+    silent = await asyncio.start_server(lambda *_: asyncio.Event().wait(), "127.0.0.1", 0)
+    host, port = silent.sockets[0].getsockname()
+    mute = GangMembers(gang_id="p1", ranks=(RankAddress(rank=0, host=host, port=port),))
+    directory = StaticDirectory(ClusterView(prefill=mute, decode=view.decode))
+    try:
+        async with following(directory, prefill, decode, attach_s=600) as (cluster, _):
+            await until(lambda: cluster.gang("decode") is not None)
+            directory.publish(view)
+            await cluster.wait_ready(PATIENCE_S)
+    finally:
+        silent.close()
+
+
+async def test_a_bridge_that_does_not_stand_in_time_is_tried_again_under_a_new_epoch() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    prefill.may_bridge.clear()
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, bridge_s=0.05) as (cluster, _):
+        await until(lambda: len(decode.leader.bridges) == 2)
+        prefill.may_bridge.set()
+        await cluster.wait_ready(PATIENCE_S)
+        epochs = [message.epoch for message in decode.leader.bridges]
+        assert len(set(epochs)) == len(epochs)
+
+
+async def test_a_gang_lost_while_it_is_bridged_ends_the_attempt() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("decode", "d2")
+    prefill.may_bridge.clear()
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, second) as (cluster, log):
+        await until(lambda: decode.leader.bridges)
+        await decode.kill(1)
+        await until(lambda: log.lost)
+        prefill.may_bridge.set()
+        directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
+        bridge = await cluster.wait_ready(PATIENCE_S)
+        assert bridge.decode.gang_id == "d2"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"fingerprint": "other"}, "different models: model_fingerprint other against same"),
+        ({"gang_id": "p9"}, "expected"),
+        ({"world_size": 4}, "expected"),
+    ],
+)
+async def test_gangs_that_do_not_agree_are_not_bridged(change: dict[str, Any], reason: str) -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    view = await view_of(prefill, decode)
+    for name, value in change.items():
+        setattr(prefill, name, value)
+    async with following(StaticDirectory(view), prefill, decode) as (cluster, _):
+        await until(lambda: reason in cluster.trouble)
+        assert cluster.bridge is None
+
+
+async def test_ranks_of_the_wrong_role_are_refused() -> None:
+    first, second = FakeGang("decode", "d1"), FakeGang("decode", "d2")
+    view = ClusterView(prefill=await first.start(), decode=await second.start())
+    async with following(StaticDirectory(view), first, second) as (cluster, _):
+        await until(lambda: "is a decode rank, not prefill" in cluster.trouble)
+
+
+async def test_a_reset_gang_is_attached_again_under_another_name() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode) as (cluster, log):
+        await cluster.wait_ready(PATIENCE_S)
+        cluster.reset("prefill", "it is silent")
+        assert log.lost == [("p1", "it is silent")]
+        await cluster.wait_ready(PATIENCE_S)
+        assert len(set(prefill.leader.attached)) == 2
+        assert len(decode.leader.attached) == 1
+
+
+async def test_a_directory_that_fails_is_asked_again() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    good = StaticDirectory(await view_of(prefill, decode))
+    failures = [ConnectionError("gone"), RuntimeError("restarting")]
+
+    class Flaky:
+        async def wait_change(self, version: int) -> tuple[int, ClusterView]:
+            if failures:
+                raise failures.pop()
+            return await good.wait_change(version)
+
+    async with following(Flaky(), prefill, decode) as (cluster, _):
+        await cluster.wait_ready(PATIENCE_S)
+
+
+async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode) as (cluster, log):
+        await cluster.wait_ready(PATIENCE_S)
+        prefill.draw(1, 0)
+        await until(lambda: log.told == [("p1", 1, "token")])
+        prefill.draw(1, 1)
+        cluster.reset("prefill", "now")
+        await turns()
+        assert len(log.told) == 1
+
+
+def test_members_are_complete() -> None:
+    with pytest.raises(ValueError, match="not complete"):
+        GangMembers(gang_id="g", ranks=(RankAddress(rank=1, host="h", port=1),))
+    with pytest.raises(ValueError, match="no ranks"):
+        GangMembers(gang_id="g", ranks=())

@@ -1,0 +1,582 @@
+"""The life of a request over gangs that do as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from fake_gangs import FakeCell, FakeGang, fake_cell, generation, turns, until
+
+from csps.protocols.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GangLost,
+    QueueFull,
+    TransferError,
+)
+from csps.protocols.messages import TokenDrawn
+from csps.protocols.plans import Plan, PlanRequest
+from csps.services.admission import QueueLimits
+from csps.services.dispatch import DispatchDeadlines
+from csps.services.execution import ExecutionDeadlines
+from csps.services.running import Running
+from csps.services.scheduling.spt_policy import SptRules
+
+
+async def read(running: Running) -> list[TokenDrawn]:
+    return [token async for token in running]
+
+
+async def test_a_request_runs_from_submission_to_its_last_token() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit(tokens=300, max_tokens=3)
+        rid = await cell.decoding(running)
+        cell.finish(rid, 3)
+        tokens = await read(running)
+        assert [token.index for token in tokens] == [0, 1, 2]
+        assert [token.token for token in tokens] == [7, 101, 102]
+        assert tokens[-1].finish_reason == running.finish_reason == "length"
+        await cell.settled()
+        timings = running.timings
+        assert timings.tokens == 3
+        assert timings.attempts == 1
+        assert timings.compute_s == pytest.approx(0.1)
+        for name in ("plan_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "ttft_s"):
+            assert getattr(timings, name) >= 0
+        assert running.explain()["plan"]["reason"] == "as asked"
+        assert running.explain()["placement"]["bounds"] == (0, 300)
+
+
+async def test_each_rank_gets_its_own_tokens_and_every_rank_gets_the_job() -> None:
+    async with fake_cell(prefill=FakeGang("prefill", "p1", instances=3, tp=2)) as cell:
+        running = cell.submit(tokens=1500)
+        job = await cell.prefilling(running)
+        assert len(job.group) == 2
+        tokens = [rank.jobs[0].tokens for rank in cell.prefill.ranks]
+        expected = running.generation.prompt.astype("<i4")
+        for instance in range(3):
+            share = b""
+            if instance in job.group:
+                member = job.group.index(instance)
+                share = expected[job.bounds[member] : job.bounds[member + 1]].tobytes()
+            assert tokens[2 * instance] == tokens[2 * instance + 1] == share
+
+
+async def test_slots_are_reserved_on_every_decode_rank_before_the_job_is_sent() -> None:
+    async with fake_cell() as cell:
+        cell.decode.may_reserve.clear()
+        running = cell.submit()
+        await until(lambda: all(rank.heard[-1] == "reserve" for rank in cell.decode.ranks))
+        await turns()
+        assert running.state == "reserving"
+        assert not cell.prefill.leader.jobs
+        cell.decode.may_reserve.set()
+        await cell.prefilling(running)
+
+
+async def test_decode_takes_over_when_all_kv_has_landed_and_not_before() -> None:
+    async with fake_cell(decode=FakeGang("decode", "d1", instances=2, tp=2)) as cell:
+        running = cell.submit(tokens=8500)
+        job = await cell.prefilling(running)
+        rid = job.pieces[0].rid
+        cell.prefill.draw(rid, 0, token=42)
+        assert (await anext(running)).token == 42
+        landing = [rank for rank in cell.decode.ranks if rank.reserved[rid].shares]
+        assert len(landing) == 4
+        assert running.state == "landing"
+        assert not cell.decode.leader.joined
+        cell.decode.land(rid)
+        await until(lambda: cell.decode.leader.joined)
+        assert cell.decode.leader.joined[0].first_token == 42
+        assert not cell.decode.ranks[1].joined
+
+
+async def test_a_wrong_amount_of_kv_is_an_error() -> None:
+    async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
+        running = cell.submit()
+        rid = (await cell.prefilling(running)).pieces[0].rid
+        for rank in cell.decode.ranks:
+            first = rank.reserved[rid].shares[0]
+            rank.reserved[rid] = rank.reserved[rid].__class__(
+                **{
+                    **{name: getattr(rank.reserved[rid], name) for name in _fields(rank, rid)},
+                    "shares": (type(first)(instance=first.instance, span=_shorter(first.span)),),
+                }
+            )
+        cell.decode.land(rid)
+        with pytest.raises(Exception, match="99 tokens landed"):
+            await read(running)
+
+
+def _fields(rank: Any, rid: int) -> list[str]:
+    return list(type(rank.reserved[rid]).__dataclass_fields__)
+
+
+def _shorter(span: Any) -> Any:
+    return type(span)(start=span.start, stop=span.stop - 1)
+
+
+async def test_an_answer_of_one_token_frees_the_reservation_by_cancelling_it() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit(max_tokens=1)
+        job = await cell.prefilling(running)
+        rid = job.pieces[0].rid
+        cell.prefill.draw(rid, 0, finish="length")
+        assert len(await read(running)) == 1
+        await until(lambda: all(rid in rank.cancelled for rank in cell.decode.ranks))
+        assert not cell.prefill.leader.cancelled
+        cell.prefill.finish_job(job)
+        await cell.settled()
+
+
+async def test_all_ranks_see_all_jobs_in_one_order() -> None:
+    gang = FakeGang("prefill", "p1", instances=3)
+    async with fake_cell(prefill=gang) as cell:
+        cell.runs_by_itself()
+        requests = [cell.submit(tokens=50 + 397 * n % 2500) for n in range(30)]
+        await asyncio.gather(*map(read, requests))
+        orders = [[job.job_id for job in rank.jobs] for rank in cell.prefill.ranks]
+        assert orders[0] == orders[1] == orders[2] == sorted(orders[0])
+        assert sum(len(job.pieces) for job in cell.prefill.leader.jobs) == 30
+        await cell.settled()
+
+
+async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> None:
+    async with fake_cell(prefill=FakeGang("prefill", "p1", instances=1)) as cell:
+        await cell.prefilling(cell.submit(tokens=3000))
+        shorts = [cell.submit(tokens=100) for _ in range(3)]
+        await until(lambda: all(it.state == "prefill" for it in shorts))
+        await until(lambda: len(cell.prefill.leader.jobs) == 2)
+        first, second = cell.prefill.leader.jobs
+        assert not first.urgent
+        assert second.urgent
+        assert len(second.pieces) == 3
+
+
+# --- cancellation ------------------------------------------------------------------------------
+
+
+async def never(request: PlanRequest) -> Plan:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_cancelled_while_a_plan_is_awaited() -> None:
+    async with fake_cell(planner=never, deadlines=DispatchDeadlines(plan_s=60)) as cell:
+        running = cell.submit()
+        await turns()
+        running.cancel()
+        assert await read(running) == []
+        assert cell.dispatcher.waiting == 0
+        await turns()
+        assert not cell.decode.leader.heard[1:]
+
+
+async def test_cancelled_before_its_planning_task_has_taken_a_step() -> None:
+    async with fake_cell() as cell:
+        cell.submit().cancel()
+        await turns()
+        assert cell.dispatcher._planning == {}
+        await cell.settled()
+
+
+async def test_cancelled_in_the_queue() -> None:
+    async with fake_cell(prefill=FakeGang("prefill", "p1", kv_slots=1000)) as cell:
+        first, second = cell.submit(tokens=1900), cell.submit(tokens=1900)
+        await cell.prefilling(first)
+        assert second.state == "queued"
+        second.cancel()
+        assert await read(second) == []
+        assert cell.dispatcher.waiting == 0
+        first.cancel()
+        await cell.settled()
+
+
+async def test_cancelled_while_slots_are_reserved() -> None:
+    async with fake_cell() as cell:
+        cell.decode.may_reserve.clear()
+        running = cell.submit()
+        await until(lambda: running.state == "reserving")
+        running.cancel()
+        assert await read(running) == []
+        assert cell.dispatcher.kv_usage("decode") > 0
+        cell.decode.may_reserve.set()
+        await cell.settled()
+        assert not cell.prefill.leader.jobs
+
+
+async def test_one_of_a_batch_is_cancelled_while_slots_are_reserved() -> None:
+    async with fake_cell(rules=SptRules(spt_tokens=1000, short_tokens=200)) as cell:
+        cell.decode.may_reserve.clear()
+        runs = [cell.submit(tokens=count) for count in (50, 70, 60, 40)]
+        await until(lambda: all(it.state == "reserving" for it in runs))
+        runs[1].cancel()
+        cell.decode.may_reserve.set()
+        await until(lambda: all(it.state == "prefill" for it in (runs[0], runs[2], runs[3])))
+        jobs = cell.prefill.leader.jobs
+        await until(lambda: sum(len(job.pieces) for job in jobs) == 3)
+        lengths = sorted(piece.length for job in jobs for piece in job.pieces)
+        assert lengths == [40, 50, 60]
+        for job in jobs:
+            assert job.bounds[-1] == sum(piece.length for piece in job.pieces)
+        for running in runs:
+            running.cancel()
+        await cell.settled()
+
+
+@pytest.mark.parametrize("stage", ["prefill", "landing", "decoding"])
+async def test_cancelled_at_work_gives_slots_back_when_the_ranks_say_so(stage: str) -> None:
+    async with fake_cell() as cell:
+        cell.prefill.obeys_cancel = cell.decode.obeys_cancel = False
+        running = cell.submit()
+        job = await cell.prefilling(running)
+        rid = job.pieces[0].rid
+        if stage != "prefill":
+            cell.prefill.draw(rid, 0)
+            await until(lambda: running.state == "landing")
+        if stage == "decoding":
+            cell.decode.land(rid)
+            await until(lambda: running.state == "decoding")
+        async with running:
+            pass
+        assert running.finish_reason == "cancelled"
+        ranks = cell.prefill.ranks + cell.decode.ranks
+        await until(lambda: all(rid in rank.cancelled for rank in ranks))
+        cell.decode.draw(rid, running.timings.tokens)  # it crossed the cancellation on its way
+        await turns()
+        assert cell.dispatcher.kv_usage("decode") > 0
+        assert cell.dispatcher.kv_usage("prefill") > 0
+        for rank in ranks:
+            rank.give_back(rid)
+        await cell.settled()
+        assert await read(running) == []
+
+
+async def test_a_stop_string_ends_the_request_with_reason_stop() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        await cell.decoding(running)
+        running.cancel("stop")
+        assert running.finish_reason == "stop"
+        assert running.state == "finished"
+        await cell.settled()
+
+
+# --- lost gangs --------------------------------------------------------------------------------
+
+
+async def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        old = (await cell.prefilling(running)).pieces[0].rid
+        await cell.prefill.kill(1)
+        await until(lambda: running.state == "queued")
+        await until(lambda: all(old in rank.cancelled for rank in cell.decode.ranks))
+        await cell.replace(FakeGang("prefill", "p2"))
+        rid = await cell.decoding(running)
+        assert rid != old
+        cell.finish(rid, 4)
+        assert len(await read(running)) == 4
+        assert running.timings.attempts == 2
+        await cell.settled()
+
+
+async def test_prefill_lost_after_the_first_token_ends_the_request() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        cell.prefill.draw((await cell.prefilling(running)).pieces[0].rid, 0)
+        await until(lambda: running.state == "landing")
+        await cell.prefill.kill(0)
+        with pytest.raises(GangLost):
+            await read(running)
+        await until(lambda: cell.dispatcher.kv_usage("decode") == 0)
+
+
+async def test_decoding_goes_on_while_prefill_is_replaced() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit(max_tokens=5)
+        rid = await cell.decoding(running)
+        await cell.prefill.kill(0)
+        await until(lambda: not cell.dispatcher.ready)
+        cell.decode.draw(rid, 1)
+        assert [(await anext(running)).index for _ in range(2)] == [0, 1]
+        await cell.replace(FakeGang("prefill", "p2"))
+        await until(lambda: cell.dispatcher.ready)
+        cell.decode.draw(rid, 2, finish="stop")
+        cell.decode.free(rid)
+        assert len(await read(running)) == 1
+        await cell.settled()
+
+
+async def test_decode_lost_before_the_first_token_is_tried_again() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        old = (await cell.prefilling(running)).pieces[0].rid
+        await cell.decode.kill(1)
+        await until(lambda: all(old in rank.cancelled for rank in cell.prefill.ranks))
+        await cell.replace(FakeGang("decode", "d2"))
+        rid = await cell.decoding(running)
+        cell.finish(rid, 4)
+        assert len(await read(running)) == 4
+        await cell.settled()
+
+
+async def test_decode_lost_after_the_first_token_ends_the_request() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        await cell.decoding(running)
+        await cell.decode.kill(0)
+        with pytest.raises(GangLost, match="decode gang was lost"):
+            await read(running)
+        await cell.replace(FakeGang("decode", "d2"))
+        await until(lambda: cell.dispatcher.ready)
+        await cell.settled()
+
+
+async def test_decode_lost_while_slots_are_reserved() -> None:
+    async with fake_cell() as cell:
+        cell.decode.may_reserve.clear()
+        running = cell.submit()
+        await until(lambda: running.state == "reserving")
+        await cell.decode.kill(0)
+        await until(lambda: running.state == "queued")
+        await until(lambda: cell.dispatcher.kv_usage("prefill") == 0)
+        await cell.replace(FakeGang("decode", "d2"))
+        cell.finish(await cell.decoding(running), 4)
+        assert len(await read(running)) == 4
+        await cell.settled()
+
+
+async def test_a_request_keeps_its_place_when_it_is_tried_again() -> None:
+    prefill = FakeGang("prefill", "p1", kv_slots=1000)
+    async with fake_cell(prefill=prefill) as cell:
+        first, second = cell.submit(tokens=1900), cell.submit(tokens=1800)
+        await cell.prefilling(first)
+        await cell.prefill.kill(0)
+        await until(lambda: first.state == "queued")
+        await cell.replace(FakeGang("prefill", "p2", kv_slots=1000))
+        job = await cell.prefilling(first)
+        assert job.bounds[-1] == 1900
+        assert second.state == "queued"
+
+
+async def test_a_request_is_tried_so_often_and_no_more() -> None:
+    async with fake_cell(limits=QueueLimits(max_attempts=2)) as cell:
+        running = cell.submit()
+        for attempt in (1, 2):
+            await until(lambda attempt=attempt: running.timings.attempts == attempt)
+            job = await cell.prefilling(running)
+            cell.prefill.fail(job.pieces[0].rid, "TransferError")
+            await until(lambda: running.state != "prefill")
+        with pytest.raises(TransferError, match="as the test says"):
+            await read(running)
+        await cell.settled()
+
+
+async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        cell.prefill.fail((await cell.prefilling(running)).pieces[0].rid, "InvalidRequest")
+        with pytest.raises(ValueError, match="as the test says"):
+            await read(running)
+        assert running.timings.attempts == 1
+
+
+async def test_refused_slots_are_not_counted_as_taken() -> None:
+    async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
+        cell.decode.refuses = TransferError("no")
+        with pytest.raises(TransferError):
+            await read(cell.submit())
+        await cell.settled()
+
+
+async def test_waiting_for_a_gang_has_an_end() -> None:
+    deadlines = DispatchDeadlines(gang_recovery_s=0.05, watch_s=0.01)
+    async with fake_cell(deadlines=deadlines) as cell:
+        await cell.prefill.kill(0)
+        await until(lambda: not cell.dispatcher.ready)
+        with pytest.raises(GangLost, match=r"for 0\.05 s"):
+            await read(cell.submit())
+
+
+async def test_requests_may_come_before_the_gangs() -> None:
+    async with fake_cell(ready=False) as cell:
+        fits, never_fits = cell.submit(), cell.submit(tokens=30_000)
+        cell.finish(await cell.decoding(fits), 4)
+        assert len(await read(fits)) == 4
+        with pytest.raises(ContextLengthExceeded):
+            await read(never_fits)
+
+
+async def test_a_silent_gang_is_reset() -> None:
+    execution = ExecutionDeadlines(prefill_progress_s=0.05)
+    deadlines = DispatchDeadlines(watch_s=0.01, execution=execution)
+    async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
+        running = cell.submit()
+        await cell.prefilling(running)
+        with pytest.raises(GangLost, match="silent"):
+            await read(running)
+        await until(lambda: len(cell.prefill.leader.attached) == 2)
+        first, second = cell.prefill.leader.attached
+        assert first != second
+        await until(lambda: cell.dispatcher.ready)
+
+
+async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
+    execution = ExecutionDeadlines(decode_progress_s=0.05)
+    async with fake_cell(deadlines=DispatchDeadlines(watch_s=0.01, execution=execution)) as cell:
+        cell.decode.obeys_cancel = False
+        running = cell.submit()
+        await cell.prefilling(running)
+        running.cancel()
+        await until(lambda: len(cell.decode.leader.attached) == 2)
+        await until(lambda: cell.dispatcher.ready)
+        await cell.settled()
+
+
+async def test_a_prefill_job_without_a_first_token_is_tried_again() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        cell.prefill.finish_job(await cell.prefilling(running))
+        await until(lambda: running.timings.attempts == 2)
+        cell.finish(await cell.decoding(running), 4)
+        assert len([token async for token in running]) == 4
+        await cell.settled()
+
+
+async def test_kv_that_does_not_land_fails_the_request() -> None:
+    execution = ExecutionDeadlines(landing_s=0.05)
+    deadlines = DispatchDeadlines(watch_s=0.01, execution=execution)
+    async with fake_cell(deadlines=deadlines) as cell:
+        running = cell.submit()
+        job = await cell.prefilling(running)
+        cell.prefill.draw(job.pieces[0].rid, 0)
+        with pytest.raises(DeadlineExceeded, match="KV landing"):
+            await read(running)
+        await cell.settled()
+
+
+# --- admission, planning, deadlines, the end ---------------------------------------------------
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async with fake_cell(limits=QueueLimits(max_waiting=2), planner=never) as cell:
+        running = [cell.submit(), cell.submit()]
+        with pytest.raises(QueueFull) as refusal:
+            cell.submit()
+        assert 1 <= refusal.value.retry_after_s <= 60
+        running[0].cancel()
+        cell.submit()
+
+
+async def test_a_long_line_of_tokens_is_full_as_well() -> None:
+    async with fake_cell(limits=QueueLimits(max_waiting_tokens=1000), planner=never) as cell:
+        cell.submit(tokens=5000)
+        with pytest.raises(QueueFull, match="tokens are waiting"):
+            cell.submit(tokens=10)
+
+
+async def test_what_never_fits_is_refused_with_both_numbers() -> None:
+    async with fake_cell() as cell:
+        with pytest.raises(ContextLengthExceeded) as refusal:
+            cell.submit(tokens=19_990, max_tokens=20)
+        assert refusal.value.prompt_tokens == 19_990
+        assert refusal.value.limit == 20_000
+        with pytest.raises(ContextLengthExceeded):
+            cell.submit(tokens=10, max_tokens=10_001)
+        cell.submit(tokens=10_000, max_tokens=10_000)
+
+
+async def fails(request: PlanRequest) -> Plan:
+    raise LookupError("no profile")
+
+
+@pytest.mark.parametrize(("planner", "reason"), [(fails, "no profile"), (never, "within 0.05 s")])
+async def test_without_a_plan_the_request_runs_exact(
+    planner: Callable[[PlanRequest], Coroutine[Any, Any, Plan]], reason: str
+) -> None:
+    async with fake_cell(planner=planner, deadlines=DispatchDeadlines(plan_s=0.05)) as cell:
+        running = cell.submit()
+        await cell.prefilling(running)
+        assert running.plan is not None
+        assert running.plan.attention == "exact"
+        assert reason in running.plan.reason
+
+
+async def test_a_request_with_a_deadline_fails_at_it() -> None:
+    async with fake_cell() as cell:
+        running = cell.dispatcher.submit(generation(deadline_s=0.05))
+        with pytest.raises(DeadlineExceeded):
+            await read(running)
+        await cell.settled()
+
+
+async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        rid = await cell.decoding(running)
+        closing = asyncio.create_task(cell.dispatcher.close(drain_s=30))
+        await turns()
+        with pytest.raises(QueueFull, match="shutting down"):
+            cell.submit()
+        assert not closing.done()
+        cell.finish(rid, 4)
+        await closing
+        assert len(await read(running)) == 4
+
+
+async def test_closing_ends_what_does_not_finish_in_time() -> None:
+    async with fake_cell() as cell:
+        running, queued = cell.submit(), cell.submit()
+        await cell.prefilling(running)
+        await cell.dispatcher.close(drain_s=0.01)
+        for it in (running, queued):
+            with pytest.raises(Cancelled, match="shutting down"):
+                await read(it)
+
+
+async def test_tokens_out_of_order_are_an_error() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        rid = await cell.decoding(running)
+        cell.decode.draw(rid, 2)
+        with pytest.raises(Exception, match="token 2 arrived where 1 was due"):
+            await read(running)
+        await cell.settled()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_nothing_is_lost_in_a_storm(seed: int) -> None:
+    """Random lengths and cancellations, with gangs dying underneath."""
+    import random
+
+    rng = random.Random(seed)
+    async with fake_cell() as cell:
+        cell.runs_by_itself()
+        requests: list[Running] = []
+        for step in range(60):
+            requests.append(cell.submit(rng.randrange(1, 4000), rng.randrange(1, 30)))
+            if rng.random() < 0.3:
+                rng.choice(requests).cancel()
+            if step in (20, 40):
+                await _replace_one(cell, rng, step)
+            await turns(rng.randrange(30))
+            cell.dispatcher.check_integrity()
+        ends = await asyncio.gather(*map(read, requests), return_exceptions=True)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(error, GangLost) for error in errors)
+        assert all(it.ended for it in requests)
+        await cell.settled()
+
+
+async def _replace_one(cell: FakeCell, rng: Any, step: int) -> None:
+    if rng.random() < 0.5:
+        await cell.prefill.kill(0)
+        await cell.replace(FakeGang("prefill", f"p{step}"))
+    else:
+        await cell.decode.kill(0)
+        await cell.replace(FakeGang("decode", f"d{step}"))
+    cell.runs_by_itself()

@@ -1,0 +1,194 @@
+"""The dispatcher over real ranks in processes of their own, against transformers' greedy tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_checkpoints import reference_tokens
+
+from csps.protocols.errors import GangLost
+from csps.protocols.messages import Sampling
+from csps.protocols.plans import Plan, PlanRequest
+from csps.services.cluster import Cluster
+from csps.services.directory import (
+    ClusterView,
+    GangMembers,
+    GangRole,
+    RankAddress,
+    StaticDirectory,
+)
+from csps.services.dispatch import Dispatcher
+from csps.services.running import Generation, Running
+from csps.services.scheduling.decode_placement import DecodeRules
+from csps.services.scheduling.spt_policy import SptPolicy, SptRules
+
+SECRET = "only for tests"
+START_S = 90.0
+ANSWER_S = 60.0
+
+
+@dataclass
+class Processes:
+    """The ranks of one gang."""
+
+    members: GangMembers
+    processes: list[subprocess.Popen[str]]
+
+
+@dataclass
+class Cell:
+    """A dispatcher over two real gangs."""
+
+    model: Path
+    directory: StaticDirectory
+    cluster: Cluster
+    dispatcher: Dispatcher
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    async def start_gang(self, role: GangRole, gang_id: str, ranks: int = 2) -> Processes:
+        fields = {
+            "model_dir": str(self.model),
+            "role": role,
+            "world_size": ranks,
+            "gang_id": gang_id,
+            "kv_slots": 4096,
+        }
+        processes = [self._spawn({**fields, "rank": 0})]
+        store = (await _line(processes[0]))["store"]
+        for rank in range(1, ranks):
+            processes.append(self._spawn({**fields, "rank": rank, "store": store}))
+        found = [(await _line(process))["rpc"] for process in processes]
+        addresses = [
+            RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(found)
+        ]
+        return Processes(GangMembers(gang_id=gang_id, ranks=tuple(addresses)), processes)
+
+    def _spawn(self, fields: dict[str, Any]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "csps.actors.host_rank", json.dumps(fields)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CSPS_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1"},
+        )
+        self.started.append(process)
+        return process
+
+    def submit(self, length: int, max_tokens: int = 6, seed: int = 0) -> Running:
+        prompt = np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
+        sampling = Sampling(temperature=0, max_tokens=max_tokens)
+        return self.dispatcher.submit(
+            Generation(request_id=f"r{seed}", prompt=prompt, sampling=sampling)
+        )
+
+    async def settled(self) -> None:
+        """All slots have come back."""
+        await until(lambda: not self.dispatcher.kv_usage("prefill"))
+        await until(lambda: not self.dispatcher.kv_usage("decode"))
+        self.dispatcher.check_integrity()
+        self.dispatcher.check_health()
+
+
+async def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
+    assert line, f"rank process {process.pid} ended with {process.poll()}"
+    fact: dict[str, Any] = json.loads(line)
+    return fact
+
+
+async def exact(request: PlanRequest) -> Plan:
+    return Plan()
+
+
+@asynccontextmanager
+async def real_cell(model: Path) -> AsyncIterator[tuple[Cell, Processes, Processes]]:
+    """Two prefill and two decode ranks, bridged; the processes end with the test."""
+    directory = StaticDirectory()
+    cluster = Cluster(directory, secret=SECRET.encode(), router_id="test")
+    policy = SptPolicy(SptRules(spt_tokens=256, short_tokens=32), DecodeRules(spread_tokens=256))
+    dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=exact)
+    cell = Cell(model, directory, cluster, dispatcher)
+    try:
+        await dispatcher.start()
+        prefill, decode = await asyncio.gather(
+            cell.start_gang("prefill", "p1"), cell.start_gang("decode", "d1")
+        )
+        directory.publish(ClusterView(prefill=prefill.members, decode=decode.members))
+        await cluster.wait_ready(START_S)
+        yield cell, prefill, decode
+    finally:
+        await dispatcher.close(0.0)
+        for process in cell.started:
+            process.kill()
+            process.communicate()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(ANSWER_S):
+        while not condition():  # noqa: ASYNC110 - ranks in other processes have a say in it
+            await asyncio.sleep(0.005)
+
+
+async def answer(running: Running) -> list[int]:
+    async with asyncio.timeout(ANSWER_S):
+        return [token.token async for token in running]
+
+
+async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama) as (cell, _, _):
+        lengths = (600, 5, 33, 300, 17, 511)
+        requests = [cell.submit(length, seed=seed) for seed, length in enumerate(lengths)]
+        cancelled = cell.submit(400, max_tokens=500, seed=9)
+        async with cancelled:
+            await anext(cancelled)
+        answers = await asyncio.gather(*map(answer, requests))
+        for running, tokens in zip(requests, answers, strict=True):
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama) as (cell, prefill, decode):
+        decoding = cell.submit(200, max_tokens=2000, seed=1)
+        await anext(decoding)
+        await anext(decoding)
+        prefill.processes[1].kill()
+        waiting = cell.submit(500, seed=2)
+        await until(lambda: not cell.dispatcher.ready)
+        before = decoding.timings.tokens
+        await until(lambda: decoding.timings.tokens > before + 10)
+        decoding.cancel()
+        replacement = await cell.start_gang("prefill", "p2")
+        cell.directory.publish(ClusterView(prefill=replacement.members, decode=decode.members))
+        prompt = waiting.generation.prompt.tolist()
+        assert await answer(waiting) == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+async def test_a_killed_decode_gang_is_replaced(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama) as (cell, prefill, decode):
+        decoding = cell.submit(200, max_tokens=2000, seed=1)
+        await anext(decoding)
+        await anext(decoding)
+        decode.processes[1].kill()
+        with pytest.raises(GangLost):
+            await answer(decoding)
+        waiting = cell.submit(500, seed=2)
+        replacement = await cell.start_gang("decode", "d2")
+        cell.directory.publish(ClusterView(prefill=prefill.members, decode=replacement.members))
+        prompt = waiting.generation.prompt.tolist()
+        assert await answer(waiting) == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()

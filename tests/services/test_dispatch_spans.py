@@ -1,0 +1,90 @@
+"""A request's states as spans of its trace."""
+
+from __future__ import annotations
+
+import pytest
+from fake_gangs import FakeGang, fake_cell, until
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from csps.protocols import trace_context
+from csps.services import request_spans
+
+STATES = ["plan", "queue", "prefill", "transfer", "decode"]
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(request_spans, "_tracer", provider.get_tracer("test"))
+    return exporter
+
+
+def sampled() -> trace.Span:
+    """A request's span, as a client's `traceparent` describes it."""
+    parent = trace_context.extract({"traceparent": f"00-{7:032x}-{9:016x}-01"})
+    return trace.get_current_span(parent)
+
+
+def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+async def test_every_state_is_a_child_of_the_request(spans: InMemorySpanExporter) -> None:
+    async with fake_cell() as cell:
+        with trace.use_span(sampled()):
+            running = cell.submit(tokens=3000, max_tokens=3)
+        rid = await cell.decoding(running)
+        cell.finish(rid, 3)
+        assert len([token async for token in running]) == 3
+        found = named(spans)
+        assert sorted(found) == sorted(STATES)
+        for name in STATES:
+            span = found[name]
+            assert span.parent is not None
+            assert (span.context.trace_id, span.parent.span_id) == (7, 9)
+            assert span.attributes is not None
+            assert span.attributes["gen_ai.request.id"] == "r"
+        times = [(found[name].start_time, found[name].end_time) for name in STATES]
+        assert times == sorted(times)
+        assert found["prefill"].attributes["csps.prefill.group"] == (0, 1)
+        assert found["decode"].attributes["gen_ai.usage.output_tokens"] == 3
+        assert found["decode"].attributes["gen_ai.response.finish_reasons"] == ("length",)
+
+
+async def test_the_trace_travels_to_both_gangs(spans: InMemorySpanExporter) -> None:
+    async with fake_cell() as cell:
+        with trace.use_span(sampled()):
+            running = cell.submit()
+        job = await cell.prefilling(running)
+        carrier = {"traceparent": f"00-{7:032x}-{9:016x}-01"}
+        assert job.trace == carrier
+        (reserved,) = cell.decode.leader.reserved.values()
+        assert reserved.trace == carrier
+
+
+async def test_a_state_that_was_cut_short_ends_with_the_request(
+    spans: InMemorySpanExporter,
+) -> None:
+    async with fake_cell() as cell:
+        with trace.use_span(sampled()):
+            running = cell.submit()
+        await cell.prefilling(running)
+        running.cancel()
+        found = named(spans)
+        assert sorted(found) == ["plan", "prefill", "queue"]
+        assert found["prefill"].attributes["csps.interrupted"] is True
+
+
+async def test_what_is_not_sampled_costs_no_spans(spans: InMemorySpanExporter) -> None:
+    async with fake_cell(prefill=FakeGang("prefill", "p1")) as cell:
+        running = cell.submit()
+        job = await cell.prefilling(running)
+        assert job.trace == {}
+        running.cancel()
+        await until(lambda: running.ended)
+        assert not spans.get_finished_spans()
