@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from csps.models.tokenizer import Tokenizer
@@ -125,22 +126,25 @@ class Exchange:
 
     # --- piece by piece ---
 
-    async def events(self, pieces: AsyncGenerator[Piece], first: Piece) -> AsyncGenerator[bytes]:
-        """Server-sent events: `first`, the rest of `pieces`, usage, the end.
+    async def events(
+        self, first: asyncio.Future[Piece], rest: AsyncIterator[Piece]
+    ) -> AsyncGenerator[bytes]:
+        """Server-sent events: the pieces, usage, the end.
 
         A failure becomes an event, because the status line has left long ago.
         """
+        stream = self._stream()
         try:
-            stream = self._stream()
             head = stream.start() if isinstance(stream, ChatStream) else b""
-            yield head + self._event(stream, first)
-            async for piece in pieces:
+            if not first.done() and head:
+                yield head
+                head = b""
+            yield head + self._event(stream, await first)
+            async for piece in rest:
                 yield self._event(stream, piece)
             yield stream.usage(self._answer.tokens) + DONE
         except Exception as error:
             yield error_event(public(error)) + DONE
-        finally:
-            await pieces.aclose()
 
     def _stream(self) -> CompletionStream | ChatStream:
         is_completion = isinstance(self._request, CompletionRequest)

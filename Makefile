@@ -1,0 +1,52 @@
+# Each target makes what it needs. `make serve` and `make test` are all that a new user types.
+PYTHON ?= python3
+BIN := .venv/bin
+RUNTIME := .venv/.installed
+DEV := .venv/.installed-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help serve stop demo test test-slow check format clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+serve: $(RUNTIME) ## start a server on this machine and send it a first 16K-token question
+	@$(BIN)/csps serve $(ARGS)
+
+stop: $(RUNTIME) ## drain and stop the server
+	@$(BIN)/csps stop
+
+demo: $(RUNTIME) ## send the question again
+	@$(BIN)/csps demo $(ARGS)
+
+test: $(DEV) ## run the tests (minutes, two cores suffice)
+	$(BIN)/pytest $(ARGS)
+
+test-slow: $(DEV) ## run the tests that take long as well
+	$(BIN)/pytest -m "slow or not slow" $(ARGS)
+
+check: $(DEV) ## lint, format, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_import_direction.py
+
+format: $(DEV) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and what a server has left behind
+	rm -rf .venv run build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "csps needs Python 3.11 or newer; choose one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(RUNTIME)

@@ -1,0 +1,79 @@
+"""From drawn tokens to what a client reads: text, log-probabilities, the reason for the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csps.models.tokenizer import Detokenizer, Tokenizer
+from csps.protocols.errors import Cancelled
+from csps.protocols.messages import TokenDrawn
+from csps.protocols.openai_responses import FinishReason, TextLogprob
+from csps.services.stop_strings import StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token added to an answer."""
+
+    text: str
+    """Empty in the middle of a character, or while it may turn out to be a stop string."""
+    finish_reason: FinishReason | None = None
+    logprob: TextLogprob | None = None
+
+
+class Answer:
+    """Assembles one answer; push tokens until a piece has a finish reason."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stop: Sequence[str], min_tokens: int, skip_special: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
+        self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self.tokens = 0
+        """Tokens drawn so far, a final end-of-sequence token included."""
+
+    def push(self, token: TokenDrawn) -> Piece:
+        """Take the next token in.
+
+        Raises:
+            Cancelled: the token says that the server gave the request up.
+        """
+        if token.finish_reason == "cancelled":
+            raise Cancelled("the request was cancelled by the server")
+        self.tokens += 1
+        text, reason = self._shown(token)
+        return Piece(text, reason, self._logprob(token))
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string ended the answer, while the engine still draws tokens."""
+        return self._stop.found
+
+    def _shown(self, token: TokenDrawn) -> tuple[str, FinishReason | None]:
+        # A token that ends the answer is a signal and not a part of it.
+        text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token)
+        if token.finish_reason is not None:
+            text += self._detokenizer.flush()
+        # Before `min_tokens` no stop string counts, as the client asked.
+        if self.tokens > self._min_tokens:
+            text = self._stop.push(text)
+        if self._stop.found:
+            return text, "stop"
+        if token.finish_reason is not None:
+            text += self._stop.flush()
+        return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
+
+    def _logprob(self, token: TokenDrawn) -> TextLogprob | None:
+        if token.logprob is None:
+            return None
+        top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
+        return self._text_logprob(token.token, token.logprob, tuple(top))
+
+    def _text_logprob(
+        self, token: int, logprob: float, top: tuple[TextLogprob, ...] = ()
+    ) -> TextLogprob:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return TextLogprob(token=text, token_bytes=text.encode(), logprob=logprob, top=top)

@@ -1,0 +1,75 @@
+"""The application builder that `config.yaml` names.
+
+No `from __future__ import annotations` here: Ray Serve reads the type of `build`'s argument to
+parse `args`, and would find a string.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import GangSchedulingConfig
+
+from csps.services.configurator import Configurator
+from csps.services.credentials import cluster_secret
+from csps.services.gangs import GangRank
+from csps.services.registry import Registry
+from csps.services.router import Router
+from csps.services.settings import DecodeSettings, PrefillSettings, Settings
+
+MANY = 100_000
+"""Admission is the router's decision; Serve shall not queue in front of it."""
+SHELL_CPUS = 0.05
+"""Router, configurator and registry wait most of the time."""
+GRACE_S = 10.0
+"""For a replica to close after the server has drained."""
+
+
+def build(settings: Settings) -> Application:
+    """One cell: router (ingress), configurator, registry, prefill gang and decode gang.
+
+    Raises:
+        ConfigError: a setting names something that does not exist.
+    """
+    settings = settings.resolved()
+    secret = cluster_secret()
+    registry = _shell(Registry, "Registry", settings).bind()
+    prefill = _gang("PrefillGang", settings, settings.prefill).bind(
+        "prefill", settings, secret, registry
+    )
+    decode = _gang("DecodeGang", settings, settings.decode).bind(
+        "decode", settings, secret, registry
+    )
+    configurator = _shell(Configurator, "Configurator", settings).bind(settings, secret)
+    router = _shell(serve.ingress()(Router), "Router", settings)
+    return router.bind(settings, secret, registry, configurator, gangs=(prefill, decode))
+
+
+def _shell(cls: type, name: str, settings: Settings) -> serve.Deployment:
+    make = serve.deployment(
+        name=name,
+        num_replicas=1,
+        max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": SHELL_CPUS},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return make(cls)
+
+
+def _gang(
+    name: str, settings: Settings, section: PrefillSettings | DecodeSettings
+) -> serve.Deployment:
+    resources: dict[str, Any] = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus}
+    make = serve.deployment(
+        name=name,
+        num_replicas=section.ranks,
+        gang_scheduling_config=GangSchedulingConfig(gang_size=section.ranks),
+        ray_actor_options=resources,
+        # A killed rank is noticed by its process's end; the period bounds how soon.
+        health_check_period_s=1,
+        graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return make(GangRank)

@@ -1,0 +1,172 @@
+"""Serve replicas that host the ranks of a gang.
+
+Ray Serve places the ranks of a gang together and replaces the whole gang when one dies. A replica
+is a thin shell: the rank has its own threads and talks to the router and to other ranks by itself.
+Nothing of a request ever passes through the shell or through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.gang import GangContext
+from ray.serve.handle import DeploymentHandle
+
+from csps.services import telemetry
+from csps.services.credentials import ClusterSecret
+from csps.services.directory import GangRole, RankAddress
+from csps.services.membership import Member
+from csps.services.node import listen_host
+from csps.services.registry import Registry, wait_for_store
+from csps.services.settings import DecodeSettings, PrefillSettings, Settings
+
+if TYPE_CHECKING:
+    # The shell is imported to build the application as well, where torch is not needed.
+    from csps.actors.mesh import HostedStore, StoreAddress
+    from csps.actors.rank import Rank, RankConfig
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.1
+REGISTER_PERIOD_S = 3.0
+"""Between repetitions of a rank's registration, for a registry that had to start again."""
+
+
+class GangRank:
+    """One rank of one gang inside one Serve replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits an async constructor
+        self,
+        role: GangRole,
+        settings: Settings,
+        secret: ClusterSecret,
+        registry: DeploymentHandle[Registry],
+    ) -> None:
+        self._drain_s = settings.drain_s
+        self._flush_spans = telemetry.install(f"csps-{role}", settings.telemetry)
+        gang = _gang_context()
+        began = time.monotonic()
+        config = rank_config(role, settings, gang, host=listen_host(settings))
+        store = await _meet(gang, config.host, registry)
+        self._rank = _make_rank(config, secret, store)
+        self._address = await asyncio.to_thread(self._rank.start)
+        self._registration = asyncio.create_task(
+            _keep_registered(self._member(role, gang), registry)
+        )
+        logger.info(
+            "%s rank %d of gang %s is up after %.1f s at %s:%d",
+            role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
+        )  # fmt: skip
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the rank cannot go on, which replaces its gang."""
+        self._rank.check_health()
+
+    async def __del__(self) -> None:
+        rank = getattr(self, "_rank", None)
+        if rank is None:  # the constructor did not get that far
+            return
+        if registration := getattr(self, "_registration", None):
+            registration.cancel()
+        await _router_gone(rank, self._drain_s)
+        await asyncio.to_thread(rank.close)
+        self._flush_spans()
+
+    def _member(self, role: GangRole, gang: GangContext) -> Member:
+        host, port = self._address
+        return Member(
+            role=role,
+            gang_id=gang.gang_id,
+            world_size=gang.world_size,
+            address=RankAddress(rank=gang.rank, host=host, port=port),
+        )
+
+
+def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
+    """What the settings say about one rank."""
+    from csps.actors.rank import RankConfig
+
+    section = gang_section(role, settings)
+    return RankConfig(
+        model_dir=str(settings.model_dir),
+        role=role,
+        rank=gang.rank,
+        world_size=gang.world_size,
+        tp=section.tp,
+        gang_id=gang.gang_id,
+        kv_slots=section.kv_slots,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device),
+        threads=section.threads,
+        host=host,
+        location=location(role, settings, gang.rank),
+        max_positions=settings.max_positions,
+    )
+
+
+def gang_section(role: GangRole, settings: Settings) -> PrefillSettings | DecodeSettings:
+    """The part of the settings that is about a role."""
+    return settings.prefill if role == "prefill" else settings.decode
+
+
+def location(role: GangRole, settings: Settings, rank: int) -> str:
+    """The rank's Rack-Server-GPU id; without a topology all ranks share one server."""
+    named: tuple[str, ...] = getattr(settings.topology, role)
+    return named[rank] if named else f"0-0-{rank}"
+
+
+def resolve_device(device: str) -> str:
+    """`auto` is CUDA where this process sees a GPU."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _gang_context() -> GangContext:
+    gang = serve.get_replica_context().gang_context
+    assert gang is not None, "deployed without GangSchedulingConfig"
+    return gang
+
+
+async def _meet(
+    gang: GangContext, host: str, registry: DeploymentHandle[Registry]
+) -> HostedStore | StoreAddress:
+    """Rank 0 hosts the rendezvous store of the gang, the others learn where it is."""
+    from csps.actors.mesh import StoreAddress, host_store
+
+    if gang.rank > 0:
+        return StoreAddress(*await wait_for_store(registry, gang.gang_id))
+    hosted = host_store(host)
+    await registry.publish_store.remote(gang.gang_id, hosted.address.host, hosted.address.port)
+    return hosted
+
+
+def _make_rank(
+    config: RankConfig, secret: ClusterSecret, store: HostedStore | StoreAddress
+) -> Rank:
+    from csps.actors.rank import Rank
+
+    return Rank(config, secret=secret.value, store=store)
+
+
+async def _keep_registered(member: Member, registry: DeploymentHandle[Registry]) -> None:
+    while True:
+        with contextlib.suppress(RayError):  # it is being replaced: try again
+            await registry.join.remote(member)
+        await asyncio.sleep(REGISTER_PERIOD_S)
+
+
+async def _router_gone(rank: Rank, deadline_s: float) -> None:
+    """Serve stops all deployments at once; the router goes on until its requests have ended."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            while rank._router is not None:  # noqa: ASYNC110 (it changes on another thread)
+                await asyncio.sleep(DRAIN_POLL_S)

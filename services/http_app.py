@@ -1,0 +1,209 @@
+"""The HTTP API as a Starlette application; knows the dispatcher, and nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from csps.protocols.errors import ModelNotFound
+from csps.protocols.openai_responses import ModelCard, ModelList
+from csps.services.answer import Piece
+from csps.services.credentials import ApiKeys
+from csps.services.exchange import Exchange
+from csps.services.http_body import read_body, while_connected
+from csps.services.http_errors import error_response, on_http_error
+from csps.services.intake import Accepted, Intake, Slo, read_slo
+from csps.services.metrics import Metrics
+from csps.services.request_trace import RequestTrace
+from csps.services.running import Generation, Running
+from csps.services.streaming import EventStream
+
+Handler = Callable[[Request], Awaitable[Response]]
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+FIRST_TOKEN_GRACE_S = 10.0
+CLIENT_GONE = 499
+"""Nobody reads it; it stands in access logs."""
+_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Engine(Protocol):
+    """What the API needs of whoever runs requests: `services.dispatch.Dispatcher`."""
+
+    def submit(self, generation: Generation) -> Running:
+        """Admit a request, or raise why not."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Requests would be served now."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why not `ready`."""
+        ...
+
+
+class Read(Protocol):
+    """`Intake.completion` or `Intake.chat`."""
+
+    def __call__(self, body: bytes, *, request_id: str, slo: Slo) -> Accepted: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Api:
+    """The handlers of all routes."""
+
+    intake: Intake
+    engine: Engine
+    keys: ApiKeys
+    metrics: Metrics
+    max_body_bytes: int
+
+    def app(self, lifespan: Lifespan | None = None) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", _guarded(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", _guarded(self.chat), methods=["POST"]),
+            Route("/v1/models", _guarded(self.models), methods=["GET"]),
+            Route("/v1/models/{model:path}", _guarded(self.model), methods=["GET"]),
+            Route("/health", _guarded(self.health), methods=["GET"]),
+            Route("/metrics", _guarded(self.scrape), methods=["GET"]),
+        ]
+        return Starlette(
+            routes=routes, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
+        )
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._generate(request, self.intake.completion, "text_completion")
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, self.intake.chat, "chat")
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        self.keys.check(request.headers.get("authorization"))
+        return JSONResponse(ModelList(data=[self._card()]).model_dump())
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        self.keys.check(request.headers.get("authorization"))
+        wanted = request.path_params["model"]
+        if wanted != self.intake.model:
+            raise ModelNotFound(model=wanted, served=self.intake.model)
+        return JSONResponse(self._card().model_dump())
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: 200 when a request would be served now, 503 with the reason otherwise."""
+        if self.engine.ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": self.engine.trouble}, 503)
+
+    async def scrape(self, request: Request) -> Response:
+        """`GET /metrics` in the Prometheus text format."""
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def _generate(self, request: Request, read: Read, operation: str) -> Response:
+        self.keys.check(request.headers.get("authorization"))
+        request_id = request_id_of(request)
+        slo = read_slo(request.headers)
+        body = await read_body(request, self.max_body_bytes)
+        trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
+        try:
+            with trace:
+                exchange, streams = await self._submit(read, body, request_id, slo, trace)
+        except BaseException as error:
+            trace.failed(error)
+            trace.end()
+            raise
+        if streams:
+            return await _stream(request, exchange)
+        return JSONResponse(await while_connected(request.receive, exchange.whole()))
+
+    async def _submit(
+        self, read: Read, body: bytes, request_id: str, slo: Slo, trace: RequestTrace
+    ) -> tuple[Exchange, bool]:
+        # Parsing and tokenizing a long prompt takes a while, and would stop everybody's tokens.
+        accepted = await asyncio.to_thread(read, body, request_id=request_id, slo=slo)
+        trace.accepted(accepted.generation, self.intake.model)
+        running = self.engine.submit(accepted.generation)
+        exchange = Exchange(accepted, running, tokenizer=self.intake.tokenizer, trace=trace)
+        return exchange, accepted.request.stream
+
+    def _card(self) -> ModelCard:
+        return ModelCard(
+            id=self.intake.model, created=_STARTED, max_model_len=self.intake.max_positions
+        )
+
+
+_STARTED = int(time.time())
+
+
+async def _stream(request: Request, exchange: Exchange) -> Response:
+    """Waits a while for the first token: what goes wrong until then has a status code of its own.
+
+    After that the answer begins without it, because proxies cut connections that stay silent.
+    """
+    pieces = exchange.pieces()
+    first = asyncio.ensure_future(anext(pieces))
+
+    async def close() -> None:
+        first.cancel()
+        await asyncio.wait({first})
+        await pieces.aclose()
+
+    try:
+        await while_connected(request.receive, _settled(first, FIRST_TOKEN_GRACE_S))
+    except BaseException:
+        await close()
+        raise
+    return EventStream(exchange.events(first, pieces), close=close)
+
+
+async def _settled(future: asyncio.Future[Piece], seconds: float) -> None:
+    """Wait so long for `future`; raise what it has failed with."""
+    done, _ = await asyncio.wait({future}, timeout=seconds)
+    for it in done:
+        it.result()
+
+
+def request_id_of(request: Request) -> str:
+    """The client's `x-request-id` if it is fit to be logged, otherwise a fresh one.
+
+    Serve's proxy echoes the header in the answer, and makes one up where there is none.
+    """
+    given = request.headers.get("x-request-id", "")
+    return given if _SAFE_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _guarded(handler: Handler) -> Handler:
+    """Turns what a handler raises into an answer.
+
+    Starlette's own handler for `Exception` raises on after having answered, and Serve would log
+    every refused request as a crash.
+    """
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            return error_response(error)
+
+    return guarded

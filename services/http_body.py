@@ -1,0 +1,69 @@
+"""What comes in with a request: its body, within bounds, and the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message, Receive
+
+from csps.services.http_errors import PayloadTooLarge
+
+T = TypeVar("T")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        PayloadTooLarge: it is longer than `limit` bytes; the rest is not read.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise _too_large(limit)
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    The body must have been read before: what `receive` still brings is the client's leaving.
+
+    Raises:
+        ClientDisconnect: nobody waits for the answer any more.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await _end(task, watcher)
+
+
+async def _disconnected(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request body is larger than this server's limit of {limit} bytes.")

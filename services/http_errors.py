@@ -1,0 +1,69 @@
+"""Errors of the HTTP layer; all leave in the shape of `protocols.openai_responses.error_body`."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from csps.models.errors import InvalidTextError
+from csps.protocols.errors import InvalidRequest, RequestError, abridged
+from csps.protocols.openai_responses import error_body
+
+logger = logging.getLogger(__name__)
+
+
+class PayloadTooLarge(RequestError):
+    """The request body is longer than this server reads."""
+
+    status: ClassVar[int] = 413
+    code = "payload_too_large"
+
+
+class NoSuchRoute(RequestError):
+    """Nothing is served under this path."""
+
+    status: ClassVar[int] = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, for other HTTP methods."""
+
+    status: ClassVar[int] = 405
+    code = "method_not_allowed"
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """`error` as an answer; what nobody expected goes into the log, and only there."""
+    status, body, headers = error_body(public(error))
+    if status == 500:
+        logger.error("a request failed unexpectedly", exc_info=error)
+    return JSONResponse(body, status, headers=headers)
+
+
+def public(error: Exception) -> Exception:
+    """`error` as one that the API knows, where it comes from a room that does not know the API."""
+    return InvalidRequest(str(error)) if isinstance(error, InvalidTextError) else error
+
+
+async def on_error(request: Request, error: Exception) -> JSONResponse:
+    """Whatever a handler raised."""
+    return error_response(error)
+
+
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
+    """What Starlette itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {abridged(request.url.path, 200)}"
+    refusal: RequestError
+    if error.status_code == 405:
+        refusal = MethodNotAllowed(f"{what} is not allowed.")
+    else:
+        refusal = NoSuchRoute(f"{what} is not served here. See the README for the routes.")
+    response = error_response(refusal)
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,25 @@
+"""What a replica knows of the machine it runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from csps.services.settings import Settings
+
+
+def listen_host(settings: Settings) -> str:
+    """The interface to listen on: the one that the operator named, or the node's own."""
+    return _node_address() if settings.host == "auto" else settings.host
+
+
+def _node_address() -> str:
+    """This node's address as the cluster knows it.
+
+    Not `ray.util.get_node_ip_address`: in a worker that is the address of whichever interface
+    leads out of the machine, which `ray start --node-ip-address` may have ruled out.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return next(str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] == node_id)

@@ -1,0 +1,223 @@
+"""What an operator can set: the `args` of the application in `config.yaml`.
+
+Every model is frozen, an unknown key is an error that names the nearest right one, and every
+message fits on one line (`parse_settings`, and `Settings.model_validate`, which Ray Serve calls).
+The secret between router and ranks and the API keys are *not* settings of this file's models that
+Ray would print: they come from the environment or from a file (`services.secrets`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from csps.protocols.errors import ConfigError, abridged, nearest
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Location = Annotated[str, Field(pattern=r"^\d+-\d+-\d+$")]
+"""Rack-Server-GPU id, for instance "0-3-1"."""
+
+
+class Section(BaseModel):
+    """Base of all settings: frozen, strict about keys, no surprise conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    hint = nearest(str(key), cls.model_fields)
+                    raise ValueError(f"unknown setting {abridged(key)}{hint}")
+        return data
+
+
+class PrefillSettings(Section):
+    """The gang that computes prompts."""
+
+    instances: Count = 2
+    """Copies of the weights; one request may use any number of them."""
+    tp: Count = 1
+    """Ranks (processes) per instance."""
+    threads: Count = 1
+    """Compute threads per rank."""
+    kv_slots: Count = 40_960
+    """Tokens whose KV an instance can hold while prompts are computed."""
+    spt_tokens: Count = 4_096
+    """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
+    short_tokens: Count = 1_024
+    """Prompts up to this length may run between two layers of a longer one."""
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    """CPUs that Ray accounts per rank. Small, so that a demo fits on two cores."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs per rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the gang."""
+        return self.instances * self.tp
+
+
+class DecodeSettings(Section):
+    """The gang that holds the KV cache and draws tokens."""
+
+    instances: Count = 2
+    tp: Count = 1
+    threads: Count = 1
+    kv_slots: Count = 65_536
+    """Tokens whose KV an instance can hold; a request may be spread over several."""
+    spread_tokens: Count = 8_192
+    """Prompts longer than this are spread over several instances."""
+    max_batch: Count = 64
+    """Requests that decode at the same time."""
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the gang."""
+        return self.instances * self.tp
+
+
+class QueueSettings(Section):
+    """How long the line may get before clients are asked to come back."""
+
+    max_waiting: Count = 256
+    max_waiting_tokens: Count = 4_194_304
+    """Sum of prompt and answer tokens of all waiting requests."""
+    max_attempts: Count = 3
+    """Times a request that has streamed nothing is tried when gangs are lost under it."""
+
+
+class TelemetrySettings(Section):
+    """Where spans go."""
+
+    enabled: bool = True
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP traces endpoint, for instance http://127.0.0.1:4318/v1/traces."""
+    spans_dir: str = "run/traces"
+    """Without an endpoint, each process writes one JSON object a span into a file here."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Fraction of requests that are traced, unless the client's `traceparent` decides."""
+    project: str = "csps"
+    """`openinference.project.name`: groups traces in Arize Phoenix."""
+
+
+class TopologySettings(Section):
+    """Where ranks sit, in rank order. Empty takes one server: 0-0-0, 0-0-1, ..."""
+
+    prefill: tuple[Location, ...] = ()
+    decode: tuple[Location, ...] = ()
+
+
+class Settings(Section):
+    """One cell: a router, a configurator, a prefill gang and a decode gang."""
+
+    model: str = "needle"
+    """Hugging Face checkpoint directory, or the name of a model shipped in `models/`."""
+    served_model_name: str | None = None
+    """Name in the API; None takes the directory's name."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "auto"
+    """Interface that ranks listen on; `auto` takes the address that Ray knows the node by."""
+    max_positions: Count | None = None
+    """Longest prompt plus answer; None takes the model's own limit."""
+    default_max_tokens: Count = 256
+    """Answer length of a chat request that does not set one."""
+    max_body_bytes: Count = 32 * 1024 * 1024
+    api_keys_file: str | None = None
+    """One key a line; `CSPS_API_KEYS` (comma separated) adds to it. None of both: open server."""
+    drain_s: Seconds = 30.0
+    """How long a stopping server lets running requests finish."""
+    prefill: PrefillSettings = PrefillSettings()
+    decode: DecodeSettings = DecodeSettings()
+    queue: QueueSettings = QueueSettings()
+    topology: TopologySettings = TopologySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _topology_names_every_rank_once(self) -> Self:
+        for role, ranks in (("prefill", self.prefill.ranks), ("decode", self.decode.ranks)):
+            _check_locations(role, getattr(self.topology, role), ranks)
+        return self
+
+    @classmethod
+    def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
+        """As pydantic's, but a mistake is one line of text.
+
+        Raises:
+            ConfigError: a key is unknown, or a value does not fit.
+        """
+        try:
+            return super().model_validate(obj, **kwargs)
+        except ValidationError as exc:
+            raise ConfigError(_one_line(exc)) from None
+
+    def resolved(self) -> Self:
+        """The same with absolute paths, for processes with other working directories.
+
+        Raises:
+            ConfigError: the model does not exist.
+        """
+        spans = Path(self.telemetry.spans_dir).expanduser().resolve()
+        return self.model_copy(
+            update={
+                "model": str(self.model_dir),
+                "served_model_name": self.model_name,
+                "telemetry": self.telemetry.model_copy(update={"spans_dir": str(spans)}),
+            }
+        )
+
+    @property
+    def model_dir(self) -> Path:
+        """The checkpoint directory.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for candidate in (Path(self.model).expanduser(), shipped_models() / self.model):
+            if (candidate / "config.json").is_file():
+                return candidate.resolve()
+        raise ConfigError(f"model: no config.json in {abridged(self.model, 200)}")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or Path(self.model).name
+
+
+def shipped_models() -> Path:
+    """The `models` room, where the default checkpoint lies."""
+    return Path(__file__).resolve().parent.parent / "models"
+
+
+def _check_locations(role: str, locations: tuple[str, ...], ranks: int) -> None:
+    """A topology lists every rank of the gang exactly once, or nothing at all."""
+    if not locations:
+        return
+    if len(locations) != ranks:
+        raise ValueError(
+            f"topology.{role} names {len(locations)} ranks, but the gang has {ranks}; "
+            "list one Rack-Server-GPU id per rank, in rank order"
+        )
+    twice = [name for name, count in Counter(locations).items() if count > 1]
+    if twice:
+        raise ValueError(f"topology.{role} names {twice[0]} twice; every GPU holds one rank")
+
+
+def _one_line(exc: ValidationError) -> str:
+    """The first mistake, as `path: what is wrong`, and how many more there are."""
+    errors = exc.errors(include_url=False, include_input=False)
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"])
+    what = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{where}: {what}{more}" if where else f"{what}{more}"

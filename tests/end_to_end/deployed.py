@@ -1,0 +1,163 @@
+"""The whole server on a Ray of its own, as `csps serve` starts it, and ways to look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import yaml
+
+from csps.protocols.messages import RankStats
+from csps.protocols.rpc_client import RpcClient
+from csps.protocols.schema import unpack
+from csps.services import ray_head
+from csps.services.credentials import SECRET_VARIABLE
+from csps.services.deploy_config import DeployConfig, read_config
+from csps.services.ray_head import RayHead
+from csps.services.serve_command import deploy, wait_ready
+
+SECRET = "known to the tests and the server"
+RPC_DEADLINE_S = 10.0
+DEADLINE_S = 60.0
+POLL_S = 0.05
+MODEL = "tiny"
+
+_VIEW_GANGS = """
+import dataclasses, json, sys
+import ray
+from ray import serve
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+registry = serve.get_deployment_handle("Registry", "csps")
+print(json.dumps(dataclasses.asdict(registry.wait_change.remote(-1).result()[1])))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    """A running server."""
+
+    config: DeployConfig
+    head: RayHead
+
+    @property
+    def url(self) -> str:
+        return self.config.url
+
+    def replicas(self, deployment: str) -> list[dict[str, Any]]:
+        """Serve's own description of a deployment's processes."""
+        url = f"{self.head.dashboard}/api/serve/applications/"
+        answer = httpx.get(url, headers=self.head.headers, timeout=RPC_DEADLINE_S).json()
+        replicas: list[dict[str, Any]] = answer["applications"]["csps"]["deployments"][deployment][
+            "replicas"
+        ]
+        return [replica for replica in replicas if replica["state"] == "RUNNING"]
+
+    def kill_rank(self, deployment: str, index: int = -1) -> None:
+        """SIGKILL one process of a gang."""
+        os.kill(self.replicas(deployment)[index]["pid"], signal.SIGKILL)
+
+    def gauge(self, name: str) -> float:
+        """The sum of a metric's series."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=RPC_DEADLINE_S).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"csps:{name}{{"))
+
+    def wait_gauge(self, name: str, at_least: float) -> None:
+        """Until the metric has risen to a value."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.gauge(name) < at_least:
+            assert time.monotonic() < deadline, f"csps:{name} stays below {at_least}"
+            time.sleep(POLL_S)
+
+    def wait_ready(self) -> None:
+        """Until `/health` says so."""
+        wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)
+
+    def assert_all_slots_free(self) -> None:
+        """Every rank of both gangs comes to hold nothing; asked of the ranks themselves."""
+        addresses = self._rank_addresses()
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            stats = asyncio.run(_all_stats(addresses))
+            held = [it for it in stats if it.kv_used or it.requests or it.running or it.waiting]
+            if not held:
+                return
+            assert time.monotonic() < deadline, f"still held: {held}"
+            time.sleep(POLL_S)
+
+    def _rank_addresses(self) -> list[tuple[str, int]]:
+        done = subprocess.run(
+            [sys.executable, "-c", _VIEW_GANGS, self.head.address],
+            env=self.head.environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
+        )
+        view = json.loads(done.stdout.splitlines()[-1])
+        gangs = (view["prefill"], view["decode"])
+        return [(rank["host"], rank["port"]) for gang in gangs for rank in gang["ranks"]]
+
+
+@contextmanager
+def deployed(model_dir: Path, run_dir: Path, **args: Any) -> Iterator[Deployed]:
+    """Ray and the application, up and ready; everything is gone afterwards."""
+    path = run_dir / "config.yaml"
+    path.write_text(yaml.safe_dump(_config(model_dir, run_dir, args)))
+    config = read_config(path, port=_free_port())
+    with mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
+        head = ray_head.start_head(run_dir, num_cpus=2)
+        try:
+            deploy(config, head, run_dir)
+            server = Deployed(config=config, head=head)
+            wait_ready(config, head, say=print)
+            yield server
+        finally:
+            head.stop(grace_s=0)
+
+
+def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, Any]:
+    application = {
+        "name": "csps",
+        "route_prefix": "/",
+        "import_path": "csps.services.app:build",
+        "args": {
+            "model": str(model_dir),
+            "served_model_name": MODEL,
+            "telemetry": {"spans_dir": str(run_dir / "traces")},
+            **args,
+        },
+    }
+    return {"proxy_location": "HeadOnly", "applications": [application]}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _all_stats(addresses: list[tuple[str, int]]) -> list[RankStats]:
+    return await asyncio.gather(*(_stats(host, port) for host, port in addresses))
+
+
+async def _stats(host: str, port: int) -> RankStats:
+    client = await RpcClient.connect(
+        host, port, secret=SECRET.encode(), name="test", deadline_s=RPC_DEADLINE_S
+    )
+    try:
+        return unpack(RankStats, await client.call("stats", deadline_s=RPC_DEADLINE_S))
+    finally:
+        await client.close()

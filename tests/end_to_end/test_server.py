@@ -1,0 +1,321 @@
+"""The real application on a real Ray, driven by the official client.
+
+The tests share one server and leave it as they found it: each ends with every slot free. The last
+one stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from deployed import MODEL, Deployed, deployed
+from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
+
+from csps.models.tokenizer import Tokenizer
+from csps.services.serve_command import undeploy
+
+pytestmark = pytest.mark.timeout(300)
+
+RECOVERY_S = 20.0
+"""A server that has lost a rank answers again within this."""
+DEADLINE_S = 120.0
+SPANS_DEADLINE_S = 20.0
+EXACT = {"ignore_eos": True}
+POSITIONS = 65_536
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return make_checkpoint(path, "llama", max_position_embeddings=POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with deployed(model_dir, tmp_path_factory.mktemp("run")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Deployed) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path) -> Expected:
+    return Expected(model_dir)
+
+
+class Expected:
+    """What transformers answers, greedily, as text."""
+
+    def __init__(self, model_dir: Path) -> None:
+        tokenizer = Tokenizer(model_dir)
+
+        @lru_cache
+        def answer(prompt: tuple[int, ...], count: int) -> str:
+            return tokenizer.decode(reference_tokens(model_dir, list(prompt), count))
+
+        self._answer = answer
+
+    def __call__(self, prompt: list[int], count: int) -> str:
+        return self._answer(tuple(prompt), count)
+
+
+def ask(client: openai.OpenAI, prompt: list[int], count: int) -> str:
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=count, temperature=0, extra_body=EXACT
+    )
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), count)
+    return answer.choices[0].text
+
+
+def stream(client: openai.OpenAI, prompt: list[int], count: int) -> openai.Stream:  # type: ignore[type-arg]
+    return client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=count, temperature=0, stream=True, extra_body=EXACT
+    )
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_transformers_says(client: openai.OpenAI, expected: Expected) -> None:
+    prompt = random_tokens(300, seed=1)
+    assert ask(client, prompt, 12) == expected(prompt, 12)
+
+
+def test_a_stream_says_the_same(client: openai.OpenAI, expected: Expected) -> None:
+    prompt = random_tokens(300, seed=1)
+    text = "".join(chunk.choices[0].text for chunk in stream(client, prompt, 12))
+    assert text == expected(prompt, 12)
+
+
+def test_a_16k_prompt_on_several_instances(client: openai.OpenAI, expected: Expected) -> None:
+    prompt = random_tokens(16_384, seed=2)
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=2,
+        temperature=0,
+        extra_body={**EXACT, "csps": {"explain": True}},
+    )
+    assert answer.choices[0].text == expected(prompt, 2)
+    report = answer.model_extra["csps"]  # type: ignore[index]
+    assert sorted(report["placement"]["group"]) == [0, 1]
+    assert report["plan"]["attention"] == "exact"
+    assert report["timings"]["ttft_s"] > 0
+
+
+def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Say something."}]}]
+    request = {"model": MODEL, "messages": messages, "max_completion_tokens": 8, "seed": 3}
+    whole = client.chat.completions.create(**request)  # type: ignore[call-overload]
+    chunks = client.chat.completions.create(  # type: ignore[call-overload]
+        **request, stream=True, stream_options={"include_usage": True}
+    )
+    parts, usage = [], None
+    for chunk in chunks:
+        parts += [choice.delta.content or "" for choice in chunk.choices]
+        usage = chunk.usage or usage
+    assert "".join(parts) == whole.choices[0].message.content
+    assert usage == whole.usage
+
+
+def test_many_requests_of_mixed_length_at_once(server: Deployed, expected: Expected) -> None:
+    prompts = [random_tokens(length, seed=length) for length in (3, 40, 700, 5_000)] * 8
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+        ) as client:
+            answers = await asyncio.gather(
+                *(
+                    client.completions.create(
+                        model=MODEL, prompt=prompt, max_tokens=6, temperature=0, extra_body=EXACT
+                    )
+                    for prompt in prompts
+                )
+            )
+        return [answer.choices[0].text for answer in answers]
+
+    assert asyncio.run(ask_all()) == [expected(prompt, 6) for prompt in prompts]
+    server.assert_all_slots_free()
+
+
+def test_models_health_and_metrics(server: Deployed, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.gauge("generation_tokens_total") > 0
+
+
+def test_one_trace_spans_all_processes(server: Deployed) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01", "x-request-id": "traced-1"}
+    body = {"model": MODEL, "prompt": random_tokens(5_000), "max_tokens": 3}
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S
+    )
+    assert answer.headers.get_list("x-request-id") == ["traced-1"]
+    processes = {"csps-router", "csps-configurator", "csps-prefill", "csps-decode"}
+    deadline = time.monotonic() + SPANS_DEADLINE_S
+    while processes - services_of(server, trace_id):
+        assert time.monotonic() < deadline, f"only {services_of(server, trace_id)}"
+        time.sleep(0.1)
+
+
+def services_of(server: Deployed, trace_id: str) -> set[str]:
+    """Who has written spans of a trace."""
+    files = Path(server.config.settings.telemetry.spans_dir).glob("*.jsonl")
+    spans = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return {it["attributes"]["service.name"] for it in spans if it["trace_id"] == trace_id}
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+BAD_BODIES = {
+    b'{"model": "tiny", "prompt": "\xff"}': 400,
+    b'{"model": "tiny", "prompt": "\\udc00"}': 400,
+    b'{"model": "tiny", "prompt": ""}': 400,
+    b'{"model": "tiny", "prompt": "x", "max_tokens": -5}': 400,
+    b'{"model": "other", "prompt": "x"}': 404,
+    b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa"}}': 400,
+    b"{": 400,
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+def test_bad_bodies_get_openai_errors(server: Deployed, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=DEADLINE_S)
+    assert answer.status_code == BAD_BODIES[body]
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_prompt_that_can_never_fit_names_both_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, random_tokens(POSITIONS), 100)
+    assert refused.value.code == "context_length_exceeded"
+    assert str(POSITIONS) in str(refused.value)
+    assert str(POSITIONS + 100) in str(refused.value)
+
+
+# --- cancellation ----------------------------------------------------------------------------
+
+
+def test_a_client_that_leaves_while_decoding_frees_everything(
+    server: Deployed, client: openai.OpenAI
+) -> None:
+    chunks = stream(client, random_tokens(10_000), 20_000)
+    next(chunks)
+    next(chunks)
+    chunks.close()
+    server.assert_all_slots_free()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_during_prefill_frees_everything(
+    server: Deployed, streams: bool
+) -> None:
+    started = server.gauge("request_queue_time_seconds_count")
+    body = {"model": MODEL, "prompt": random_tokens(40_000), "max_tokens": 5, "stream": streams}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=DEADLINE_S) as client:
+            request = asyncio.ensure_future(client.post(f"{server.url}/v1/completions", json=body))
+            await asyncio.to_thread(
+                server.wait_gauge, "request_queue_time_seconds_count", started + 1
+            )
+            request.cancel()
+
+    asyncio.run(leave())
+    server.assert_all_slots_free()
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+GANGS = ["PrefillGang", "DecodeGang"]
+
+
+@pytest.mark.parametrize("gang", GANGS)
+def test_a_rank_killed_while_idle_is_replaced(
+    server: Deployed, client: openai.OpenAI, expected: Expected, gang: str
+) -> None:
+    prompt = random_tokens(300, seed=1)
+    server.kill_rank(gang)
+    began = time.monotonic()
+    assert ask(client, prompt, 12) == expected(prompt, 12)
+    assert time.monotonic() - began < RECOVERY_S
+    server.assert_all_slots_free()
+
+
+@pytest.mark.parametrize("gang", GANGS)
+def test_a_rank_killed_during_prefill_goes_unnoticed(
+    server: Deployed, client: openai.OpenAI, expected: Expected, gang: str
+) -> None:
+    prompt = random_tokens(16_384, seed=2)
+    started = server.gauge("request_queue_time_seconds_count")
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(client, prompt, 2)))
+    asking.start()
+    server.wait_gauge("request_queue_time_seconds_count", started + 1)
+    server.kill_rank(gang)
+    asking.join(DEADLINE_S)
+    assert answers == [expected(prompt, 2)]
+    server.assert_all_slots_free()
+
+
+def test_a_decode_rank_killed_while_streaming_ends_the_stream_with_an_error(
+    server: Deployed, client: openai.OpenAI, expected: Expected
+) -> None:
+    chunks = stream(client, random_tokens(300, seed=1), 20_000)
+    next(chunks)
+    next(chunks)
+    server.kill_rank("DecodeGang")
+    with pytest.raises(openai.APIError):
+        for _ in chunks:
+            pass
+    began = time.monotonic()
+    prompt = random_tokens(300, seed=1)
+    assert ask(client, prompt, 12) == expected(prompt, 12)
+    assert time.monotonic() - began < RECOVERY_S
+    server.assert_all_slots_free()
+
+
+def test_a_prefill_rank_killed_while_decoding_goes_unnoticed(
+    server: Deployed, client: openai.OpenAI, expected: Expected
+) -> None:
+    prompt = random_tokens(300, seed=1)
+    chunks = stream(client, prompt, 400)
+    text = next(chunks).choices[0].text + next(chunks).choices[0].text
+    server.kill_rank("PrefillGang")
+    text += "".join(chunk.choices[0].text for chunk in chunks)
+    assert text.startswith(expected(prompt, 12).rstrip("\ufffd"))
+    server.wait_ready()
+    server.assert_all_slots_free()
+
+
+# --- the end ---------------------------------------------------------------------------------
+
+
+def test_stopping_lets_running_requests_finish(server: Deployed, client: openai.OpenAI) -> None:
+    """Last in the file: there is no server after it."""
+    chunks = stream(client, random_tokens(300), 500)
+    next(chunks)
+    stopping = threading.Thread(target=undeploy, args=(server.head,))
+    stopping.start()
+    assert sum(1 for _ in chunks) == 499
+    stopping.join(DEADLINE_S)
+    with pytest.raises(openai.APIError):
+        ask(client, random_tokens(3), 1)

@@ -1,0 +1,136 @@
+"""The command line: what is wrong is said in one line, before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from csps.protocols.errors import ConfigError
+from csps.services import preflight
+from csps.services.cli import main
+from csps.services.deploy_config import read_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "some-model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def write(tmp_path: Path, model_dir: Path, **changes: Any) -> Path:
+    """A valid configuration with changes: dotted keys are set inside `applications[0]`."""
+    application: dict[str, Any] = {
+        "name": "csps",
+        "import_path": "csps.services.app:build",
+        "args": {"model": str(model_dir)},
+    }
+    data: dict[str, Any] = {"http_options": {"port": 8123}, "applications": [application]}
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        target = {"top": data, "http": data["http_options"], "app": application}.get(section)
+        (application["args"] if target is None else target)[name] = value
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def test_a_good_file_is_called_fine(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, model_dir)
+    assert main(["check-config", "--config", str(path)]) == 0
+    assert "'some-model' on 2 prefill and 2 decode ranks, at http://127.0.0.1:8123" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top__http_option": {}}, "unknown setting 'http_option'; did you mean 'http_options'?"),
+        ({"http__prt": 1}, "http_options: unknown setting 'prt'; did you mean 'port'?"),
+        ({"app__route_prefx": "/"}, "unknown setting 'route_prefx'; did you mean 'route_prefix'?"),
+        ({"app__deployments": [{"nam": "Router"}]}, "applications.deployments: unknown setting"),
+        ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
+        ({"args__model": "/nowhere"}, "no config.json in '/nowhere'"),
+        ({"app__import_path": "other:app"}, "expected one with import_path csps.services.app"),
+        ({"top__http_options": []}, "http_options: expected a mapping"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tmp_path: Path,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    path = write(tmp_path, model_dir, **changes)
+    assert main(["check-config", "--config", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["a: [", "[]", "\t"])
+def test_what_is_no_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    assert main(["check-config", "--config", str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-config", "--config", "/nowhere/config.yaml"]) == 1
+    assert "/nowhere/config.yaml" in capsys.readouterr().err
+
+
+def test_a_port_on_the_command_line_wins(tmp_path: Path, model_dir: Path) -> None:
+    config = read_config(write(tmp_path, model_dir), port=9)
+    assert config.url == "http://127.0.0.1:9"
+    assert config.data["http_options"]["port"] == 9
+
+
+def test_the_file_in_the_repository_is_valid_but_for_the_model(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    data = yaml.safe_load((ROOT / "config.yaml").read_text())
+    data["applications"][0]["args"]["model"] = str(model_dir)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    assert read_config(path).port == 8000
+
+
+def test_a_port_in_use_is_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^port {port} on 127\.0\.0\.1 cannot be used"):
+            preflight.check_port("127.0.0.1", port)
+    preflight.check_port("127.0.0.1", port)
+
+
+def test_too_little_memory_is_said_in_one_line(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 8000000 kB\nMemAvailable: 1048576 kB\n")
+    with pytest.raises(ConfigError, match=r"^1\.0 GiB of memory are available, but Ray and 4"):
+        preflight.check_memory(4, meminfo=meminfo)
+    preflight.check_memory(4, meminfo=tmp_path / "not there")
+
+
+def test_stopping_what_was_never_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["stop"]) == 0
+    assert "no server was started" in capsys.readouterr().out

@@ -1,0 +1,431 @@
+"""The HTTP API over a scripted engine: shapes, errors, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from live_server import serving
+
+from csps.protocols.errors import GangLost, QueueFull
+from csps.services import http_app
+from csps.services.credentials import ApiKeys
+from csps.services.http_app import Api
+from csps.services.intake import Intake
+from csps.services.metrics import Metrics
+from csps.services.settings import Settings
+from csps.services.streaming import HEARTBEAT, EventStream
+
+ANSWER = "The naïve café 🙂 END of it"
+DEADLINE_S = 20
+
+
+@pytest.fixture(scope="module")
+def intake(tiny_llama: Path) -> Intake:
+    return Intake(Settings(model=str(tiny_llama), served_model_name="tiny"))
+
+
+@pytest.fixture
+async def engine(intake: Intake) -> FakeEngine:
+    return FakeEngine(intake.tokenizer, ANSWER)
+
+
+@pytest.fixture
+def api(intake: Intake, engine: FakeEngine) -> Api:
+    return Api(
+        intake=intake,
+        engine=engine,
+        keys=ApiKeys([]),
+        metrics=Metrics("tiny"),
+        max_body_bytes=1_000_000,
+    )
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        serving(api.app()) as url,
+        httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+    ):
+        yield client
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": "Say it.", "max_tokens": 100, **fields}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Data of a complete event stream."""
+    blocks = [block for block in text.split("\n\n") if block]
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+# --- answers ---------------------------------------------------------------------------------
+
+
+async def test_a_completion(client: httpx.AsyncClient, intake: Intake, engine: FakeEngine) -> None:
+    response = await client.post(
+        "/v1/completions", json=completion(), headers={"x-request-id": "me-1"}
+    )
+    body = response.json()
+    assert body["choices"] == [
+        {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}
+    ]
+    assert body["id"] == "cmpl-me-1"
+    prompt = len(intake.tokenizer.encode("Say it."))
+    drawn = len(engine.script) + 1
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": drawn,
+        "total_tokens": prompt + drawn,
+    }
+    assert "csps" not in body
+
+
+async def test_a_stream_says_the_same(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = await client.post(
+        "/v1/completions", json=completion(stream=True, stream_options=options)
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage = events(response.text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == ANSWER
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counted == sorted(counted)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(engine.script) + 1 == counted[-1]
+
+
+async def test_a_chat(client: httpx.AsyncClient) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        "max_completion_tokens": 100,
+    }
+    whole = (await client.post("/v1/chat/completions", json=body)).json()
+    assert whole["choices"][0]["message"]["content"] == ANSWER
+    streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    chunks = events(streamed.text)
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(texts) == ANSWER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_answer_and_the_work(
+    client: httpx.AsyncClient, engine: FakeEngine, intake: Intake, stream: bool
+) -> None:
+    response = await client.post(
+        "/v1/completions", json=completion(stop=[" END", "never"], stream=stream)
+    )
+    shown = ANSWER.partition(" END")[0]
+    drawn = len(intake.tokenizer.encode(shown + " END", add_special_tokens=False))
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(response.text)]
+        assert "".join(choice["text"] for choice in choices) == shown
+        assert choices[-1]["finish_reason"] == "stop"
+    else:
+        body = response.json()
+        assert body["choices"][0]["text"] == shown
+        assert body["usage"]["completion_tokens"] == drawn
+    assert engine.running[0].finish_reason == "stop"
+    assert engine.running[0].timings.tokens <= drawn + 1
+
+
+async def test_max_tokens_ends_with_length(client: httpx.AsyncClient) -> None:
+    body = (await client.post("/v1/completions", json=completion(max_tokens=3))).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 3
+
+
+async def test_a_held_back_beginning_is_shown_when_the_answer_ends(
+    client: httpx.AsyncClient,
+) -> None:
+    body = (await client.post("/v1/completions", json=completion(stop=["it!"]))).json()
+    assert body["choices"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine, stream: bool) -> None:
+    response = await client.post(
+        "/v1/completions", json=completion(logprobs=2, max_tokens=4, stream=stream)
+    )
+    bodies = events(response.text) if stream else [response.json()]
+    logprobs = [body["choices"][0]["logprobs"] for body in bodies]
+    assert [token for entry in logprobs for token in entry["tokens"]] == list("The ")
+    assert [offset for entry in logprobs for offset in entry["text_offset"]] == [0, 1, 2, 3]
+    assert logprobs[0]["top_logprobs"][0] == {"T": -0.5, "U": -1.5}
+
+
+async def test_explain_reports_plan_and_timings(client: httpx.AsyncClient) -> None:
+    wanted = {"explain": True, "attention": "exact"}
+    whole = (await client.post("/v1/completions", json=completion(csps=wanted))).json()
+    assert {"plan", "timings"} <= set(whole["csps"])
+    streamed = await client.post("/v1/completions", json=completion(csps=wanted, stream=True))
+    *others, last = events(streamed.text)
+    assert {"plan", "timings"} <= set(last["csps"])
+    assert not any("csps" in chunk for chunk in others)
+
+
+async def test_what_is_asked_for_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 7, "ignore_eos": True,
+        "stop_token_ids": [65], "min_tokens": 2, "logit_bias": {"66": -1},
+        "csps": {"max_ttft_ms": 100},
+    }  # fmt: skip
+    headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}
+    await client.post("/v1/completions", json=completion(**fields), headers=headers)
+    generation = engine.generations[0]
+    sampling = generation.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
+    assert (sampling.seed, sampling.min_tokens) == (7, 2)
+    assert sampling.stop_token_ids == (65,)
+    assert sampling.logit_bias == {66: -1.0}
+    assert generation.objective.kind == "accuracy"
+    assert (generation.slo_ttft_ms, generation.slo_tpot_ms) == (250.0, 12.5)
+
+
+async def test_models(client: httpx.AsyncClient, intake: Intake) -> None:
+    card = (await client.get("/v1/models")).json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("tiny", intake.max_positions)
+    assert (await client.get("/v1/models/tiny")).json() == card
+    assert (await client.get("/v1/models/other")).status_code == 404
+
+
+async def test_health_says_why_not(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    assert (await client.get("/health")).status_code == 200
+    engine.trouble = "waiting for a prefill gang"
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert "waiting for a prefill gang" in response.text
+
+
+async def test_metrics_reach_past_ten_minutes(client: httpx.AsyncClient) -> None:
+    text = (await client.get("/metrics")).text
+    assert 'csps:time_to_first_token_seconds_bucket{le="640.0",model_name="tiny"}' in text
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
+    "malformed JSON": (b'{"model": "tiny",', 400, None),
+    "no object": (b"[]", 400, None),
+    "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff"}', 400, None),
+    "lone surrogate": (b'{"model": "tiny", "prompt": "\\ud800"}', 400, None),
+    "empty": (b"", 400, None),
+    "no model": (b'{"prompt": "x"}', 400, "model"),
+    "unknown model": (b'{"model": "gpt-9", "prompt": "x"}', 404, "model"),
+    "empty prompt": (b'{"model": "tiny", "prompt": ""}', 400, "prompt"),
+    "prompt of a wrong type": (b'{"model": "tiny", "prompt": {"a": 1}}', 400, "prompt"),
+    "token outside": (b'{"model": "tiny", "prompt": [999999]}', 400, "prompt"),
+    "negative max_tokens": (
+        b'{"model": "tiny", "prompt": "x", "max_tokens": -1}', 400, "max_tokens",
+    ),
+    "huge max_tokens": (
+        b'{"model": "tiny", "prompt": "x", "max_tokens": 99999999999999999999}', 400, None,
+    ),
+    "NaN": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, None),
+    "unknown field": (b'{"model": "tiny", "prompt": "x", "tmperature": 1}', 400, "tmperature"),
+    "csa": (
+        b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa"}}', 400, "csps.attention",
+    ),
+    "two prompts": (b'{"model": "tiny", "prompt": ["x", "y"]}', 400, "prompt"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_BODIES)
+async def test_bad_bodies_are_refused_in_openai_shape(
+    client: httpx.AsyncClient, engine: FakeEngine, case: str
+) -> None:
+    body, status, param = BAD_BODIES[case]
+    response = await client.post("/v1/completions", content=body)
+    assert response.status_code == status
+    assert_openai_error(response)
+    if param is not None:
+        assert response.json()["error"]["param"] == param
+    assert not engine.generations
+
+
+def assert_openai_error(response: httpx.Response) -> None:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert "Traceback" not in response.text
+
+
+async def test_too_long_names_both_numbers(client: httpx.AsyncClient, intake: Intake) -> None:
+    response = await client.post("/v1/completions", json=completion(max_tokens=10_000_000))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert str(intake.max_positions) in error["message"]
+    assert "10000000" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v2/nothing", 404), ("GET", "/v1/completions", 405), ("DELETE", "/health", 405)],
+)
+async def test_unknown_routes(
+    client: httpx.AsyncClient, method: str, path: str, status: int
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert_openai_error(response)
+
+
+async def test_a_huge_body_is_not_read(client: httpx.AsyncClient) -> None:
+    declared = await client.post("/v1/completions", content=b"x" * 1_000_001)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"x" * 100_000
+
+    undeclared = await client.post("/v1/completions", content=chunks())
+    for response in (declared, undeclared):
+        assert response.status_code == 413
+        assert_openai_error(response)
+
+
+async def test_a_bad_slo_header_is_refused(client: httpx.AsyncClient) -> None:
+    response = await client.post(
+        "/v1/completions", json=completion(), headers={"x-slo-ttft-ms": "soon"}
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "x-slo-ttft-ms"
+
+
+async def test_a_full_queue_says_when_to_come_back(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.refusal = QueueFull("3 requests are waiting", retry_after_s=2.5)
+    response = await client.post("/v1/completions", json=completion())
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert_openai_error(response)
+
+
+async def test_keys_are_asked_for(api: Api) -> None:
+    app = replace(api, keys=ApiKeys(["secret"])).app()
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+        for path in ("/v1/models", "/v1/models/tiny"):
+            assert (await client.get(path)).status_code == 401
+        response = await client.post("/v1/completions", json=completion())
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        header = {"authorization": "Bearer secret"}
+        assert (
+            await client.post("/v1/completions", json=completion(), headers=header)
+        ).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+# --- faults and cancellation -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_before_the_first_token_has_a_status(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.failure = GangLost("rank 1 of gang 0xdead died at 10.1.2.3")
+    response = await client.post("/v1/completions", json=completion(stream=stream))
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert "10.1.2.3" not in response.text
+
+
+async def test_a_fault_in_the_stream_is_its_last_event(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.failure, engine.fail_after = RuntimeError("at 0xdeadbeef"), 2
+    response = await client.post("/v1/completions", json=completion(stream=True))
+    assert response.status_code == 200
+    *chunks, error = events(response.text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "h"]
+    assert error["error"]["type"] == "server_error"
+    assert "0xdeadbeef" not in response.text
+
+
+async def test_an_unexpected_error_leaks_nothing(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.refusal = KeyError("internal-name")
+    response = await client.post("/v1/completions", json=completion())
+    assert response.status_code == 500
+    assert_openai_error(response)
+    assert "internal-name" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_stops_the_work(
+    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+) -> None:
+    engine.gate = asyncio.Event()  # never set: the request is in prefill
+    request = asyncio.ensure_future(client.post("/v1/completions", json=completion(stream=stream)))
+    async with asyncio.timeout(DEADLINE_S):
+        await engine.submitted.wait()
+        request.cancel()
+        await engine.cancelled.wait()
+    assert engine.running[0].finish_reason == "cancelled"
+
+
+async def test_a_client_that_leaves_a_stream_stops_the_work(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.script *= 100_000
+    async with asyncio.timeout(DEADLINE_S):
+        async with client.stream(
+            "POST", "/v1/completions", json=completion(stream=True, max_tokens=1000)
+        ) as response:
+            await anext(response.aiter_bytes())
+        await engine.cancelled.wait()
+
+
+# --- signs of life ---------------------------------------------------------------------------
+
+
+async def test_a_long_prefill_is_not_silent(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"heartbeat_s": 0.01})
+    engine.gate = asyncio.Event()
+    async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == HEARTBEAT.decode().strip()
+        engine.gate.set()
+        rest = "\n".join([line async for line in lines if not line.startswith(":")])
+    assert "".join(chunk["choices"][0]["text"] for chunk in events(rest.strip())) == ANSWER
+
+
+async def test_a_failure_after_the_answer_has_begun_is_an_event(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    engine.gate, engine.failure = asyncio.Event(), GangLost("gone")
+    async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
+        engine.gate.set()
+        await response.aread()
+    assert response.status_code == 200
+    assert events(response.text)[0]["error"]["code"] == "unavailable"
+
+
+async def test_a_client_that_leaves_an_answer_without_tokens_stops_the_work(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    engine.gate = asyncio.Event()
+    async with asyncio.timeout(DEADLINE_S):
+        async with client.stream("POST", "/v1/completions", json=completion(stream=True)):
+            pass
+        await engine.cancelled.wait()

@@ -1,0 +1,61 @@
+"""Settings: a mistake is one line that says what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from csps.protocols.errors import ConfigError
+from csps.services.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
+        ({"prefill": {"instnces": 2}}, "prefill: unknown setting 'instnces'; did you mean"),
+        ({"prefill": {"instances": "two"}}, "prefill.instances: Input should be a valid integer"),
+        ({"decode": {"instances": 0}}, "decode.instances: Input should be greater than or equal"),
+        ({"dtype": "f32"}, "dtype: Input should be 'float32'"),
+        ({"telemetry": {"sample": 2}}, "telemetry.sample: Input should be less than or equal"),
+        ({"topology": {"prefill": ["0-0-0"]}}, "names 1 ranks, but the gang has 2"),
+        ({"topology": {"prefill": ["0-0-0", "0-0-0"]}}, "names 0-0-0 twice"),
+        ({"topology": {"prefill": ["here", "0-0-0"]}}, "topology.prefill.0: String should match"),
+        ([], "Input should be a valid dictionary"),
+    ],
+)
+def test_a_mistake_is_one_line(args: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Settings.model_validate(args)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_several_mistakes_are_counted() -> None:
+    with pytest.raises(ConfigError, match=r"\(and 1 more\)"):
+        Settings.model_validate({"dtype": "f32", "device": "tpu"})
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Settings().dtype = "float16"  # type: ignore[misc]
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
+        Settings(model=str(tmp_path / "nowhere")).resolved()
+
+
+def test_resolved_settings_are_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(model="model").resolved()
+    assert settings.model == str(tmp_path / "model")
+    assert settings.model_name == "model"
+    assert settings.telemetry.spans_dir == str(tmp_path / "run" / "traces")
