@@ -15,7 +15,7 @@ Shape suffixes: t tokens, d model or head dim, h heads of this rank, v vocabular
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,47 @@ class Layer:
         self._add_product(x_td, attended, self.weights.output, out_td)
         return self._reduced(x_td, out_td, self.weights.output_bias)
 
+    def keys_and_values(self, x_td: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """`qkv` without queries, for rows whose attention is computed elsewhere."""
+        layer = self.of_heads(slice(0, 0), slice(0, len(self.share.kv_heads)))
+        _, k_thd, v_thd = layer.qkv(x_td, rotary)
+        return k_thd, v_thd
+
+    def of_heads(self, queries: slice, keys: slice) -> "Layer":
+        """This layer's attention with some of its heads, for work that is shared out by heads.
+
+        `qkv` then computes these heads and `output_part` takes them. Their projection is copied,
+        so keep the result for one layer's work and not for the life of the model.
+
+        Args:
+            queries, keys: heads of this rank, counted from its first one.
+        """
+        weights, dim = self.weights, self.spec.head_dim
+        bias = weights.qkv_bias
+        return replace(
+            self,
+            share=replace(
+                self.share,
+                query_heads=self.share.query_heads[queries],
+                kv_heads=self.share.kv_heads[keys],
+            ),
+            weights=replace(
+                weights,
+                qkv=self._rows_of_heads(weights.qkv, queries, keys),
+                qkv_bias=None if bias is None else self._rows_of_heads(bias, queries, keys),
+                output=weights.output[:, queries.start * dim : queries.stop * dim],
+            ),
+        )
+
+    def output_part(self, attention_thd: Tensor) -> Tensor:
+        """These heads' contribution to the output projection, (t, hidden); see `add_output`."""
+        return F.linear(attention_thd.flatten(1).to(self.weights.output.dtype), self.weights.output)
+
+    def add_output(self, x_td: Tensor, sum_td: Tensor) -> Tensor:
+        """Residual and bias on top of the sum of all heads' `output_part`."""
+        out_td, bias_d = x_td + sum_td, self.weights.output_bias
+        return out_td if bias_d is None else out_td.add_(bias_d)
+
     def mlp(self, x_td: Tensor) -> Tensor:
         """Norm, SwiGLU MLP and residual; summed over the TP group."""
         weights, out_td = self.weights, torch.empty_like(x_td)
@@ -115,6 +156,15 @@ class Layer:
         queries = len(self.share.query_heads) * self.spec.head_dim
         keys = len(self.share.kv_heads) * self.spec.head_dim
         return self.weights.qkv.split((queries, keys, keys))
+
+    def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
+        """Rows of the fused weight, or entries of its bias."""
+        dim, heads = self.spec.head_dim, len(self.share.query_heads)
+        kv_heads = len(self.share.kv_heads)
+        parts = [(0, queries), (heads, keys), (heads + kv_heads, keys)]
+        return torch.cat(
+            [qkv[(at + part.start) * dim : (at + part.stop) * dim] for at, part in parts]
+        )
 
     def _project(self, x_td: Tensor) -> Tensor:
         normed_td = rms_norm(x_td, self.weights.input_norm, self.spec.rms_eps)

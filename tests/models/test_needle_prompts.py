@@ -1,0 +1,138 @@
+"""Needle prompts: reproducible, of exact length, with every fact where it is said to be."""
+
+import json
+import re
+
+import pytest
+
+from csps.models import needle_prompts
+from csps.models.needle_prompts import KINDS, Kind, NeedleConfig, NeedlePrompt, generate, grid
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [128, 129, 511, 4096])
+def test_length_is_exact_in_words(kind: Kind, length: int) -> None:
+    prompt = generate(NeedleConfig(length=length, kind=kind, seed=length))
+    assert prompt.tokens == length
+    assert needle_prompts.count_words(prompt.text) == length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_hold_the_needles(kind: Kind) -> None:
+    prompt = generate(NeedleConfig(length=600, kind=kind, needles=6, seed=3))
+    words = needle_prompts.split_words(prompt.text)
+    for needle in prompt.haystack.needles:
+        sentence = f"The password of {needle.key} is {needle.value}."
+        assert prompt.text[slice(*needle.chars)].strip() == sentence
+        assert "".join(words[slice(*needle.words)]).strip() == sentence
+
+
+def test_same_config_same_prompt_and_other_seed_other_prompt() -> None:
+    config = NeedleConfig(length=300, seed=7)
+    assert generate(config) == generate(config)
+    assert generate(config).text != generate(NeedleConfig(length=300, seed=8)).text
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_the_needle_lies_at_its_depth(depth: float) -> None:
+    prompt = generate(NeedleConfig(length=4096, depth=depth, seed=1))
+    assert prompt.asked[0].depth == pytest.approx(depth, abs=0.02)
+
+
+def test_depth_does_not_move_distractors_to_the_same_place() -> None:
+    prompt = generate(NeedleConfig(length=4096, needles=20, depth=0.5, seed=2))
+    assert len({needle.words for needle in prompt.haystack.needles}) == 20
+
+
+def answer_by_reading(prompt: NeedlePrompt) -> str:
+    """The answer as a careful reader finds it, by regular expressions alone."""
+    facts = dict(re.findall(r"The password of (\w+) is (\w+)\.", prompt.text))
+    question = prompt.question.text
+    if hop := re.search(r"password of the password of (\w+)", question):
+        key = facts[hop[1]]
+        return f"{key} is {facts[key]}"
+    if several := re.search(r"passwords of (.*)\?", question):
+        keys = re.findall(r"[A-Z]\w+", several[1])
+        return ", ".join(f"{key} is {facts[key]}" for key in keys)
+    key = re.findall(r"password of (\w+)", question)[0]
+    return facts[key]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_answer_can_be_read_from_the_text(kind: Kind, seed: int) -> None:
+    prompt = generate(NeedleConfig(length=500, kind=kind, needles=5, seed=seed))
+    assert answer_by_reading(prompt) == prompt.answer
+
+
+def test_a_single_needle_is_alone() -> None:
+    prompt = generate(NeedleConfig(length=500, kind="single", needles=5))
+    assert prompt.haystack.text.count("password") == 1
+
+
+def test_facts_and_filler_share_no_words() -> None:
+    facts = {*needle_prompts.KEYS, *needle_prompts.VALUES}
+    assert len(facts) == len(needle_prompts.KEYS) + len(needle_prompts.VALUES)
+    prompt = generate(NeedleConfig(length=20_000, kind="single"))
+    filler = prompt.text.replace(prompt.text[slice(*prompt.asked[0].chars)], "")
+    words = set(re.findall(r"\w+", filler))
+    assert words & facts == {prompt.asked[0].key}  # the question names the key
+
+
+def test_generated_text_uses_only_the_vocabulary() -> None:
+    known = {*needle_prompts.vocabulary(), *".,:?\n"}
+    for kind in KINDS:
+        text = generate(NeedleConfig(length=3000, kind=kind, seed=5)).text
+        assert set(needle_prompts.split_words(text)) <= known
+
+
+def test_a_count_function_of_another_tokenizer_bounds_the_length() -> None:
+    def count(text: str) -> int:
+        return len(text) // 3
+
+    prompt = generate(NeedleConfig(length=2000, seed=4), count)
+    assert prompt.tokens == count(prompt.text)
+    assert 1900 <= prompt.tokens <= 2000
+
+
+def test_grid_covers_every_cell_with_different_seeds() -> None:
+    configs = list(grid(NeedleConfig(seed=10), lengths=[256, 512], depths=5, repeats=2))
+    assert len(configs) == 20
+    assert len({config.seed for config in configs}) == 20
+    assert {config.depth for config in configs} == {0.1, 0.3, 0.5, 0.7, 0.9}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "triple"}, "kind must be one of"),
+        ({"depth": 1.5}, "between 0 and 1"),
+        ({"needles": 0}, "needles must be"),
+        ({"kind": "two_hop", "needles": 1}, "at least two"),
+    ],
+)
+def test_impossible_configs_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NeedleConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_too_many_needles_for_the_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        generate(NeedleConfig(length=64, needles=20))
+
+
+@pytest.mark.parametrize(
+    ("reply", "correct"),
+    [("falcon", True), (" falcon\n", True), ("falcon.", False), ("falconry", False), ("", False)],
+)
+def test_is_correct(reply: str, correct: bool) -> None:
+    assert needle_prompts.is_correct("falcon", reply) is correct
+
+
+def test_command_prints_text_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    needle_prompts.main(["--length", "200", "--kind", "two_hop", "--seed", "9", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    expected = generate(NeedleConfig(length=200, kind="two_hop", seed=9))
+    assert (printed["prompt"], printed["answer"]) == (expected.text, expected.answer)
+    assert printed["tokens"] == 200
+    assert len(printed["needles"]) == 2
