@@ -8,16 +8,16 @@ a header says is checked against the receiver's reservation before it enters the
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from csps.actors.layout import GangLayout, LocalPiece
 from csps.actors.mesh import IDLE, Mesh, Pending, Tag
+from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import ConnectBridge, Span
@@ -30,7 +30,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class KvHeader:
     """Announces the keys and values of one layer, span and run of KV heads of a request."""
 
-    epoch: str
+    epoch: int
+    """Digest of the name of the pair of gangs."""
     rid: int
     layer: int
     span: Span
@@ -44,16 +45,15 @@ class KvHeader:
         """As int64 words, the form it travels in."""
         numbers = (self.rid, self.layer, self.span.start, self.span.stop)
         heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
-        return torch.tensor((_MAGIC, epoch_number(self.epoch), *numbers, *heads))
+        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads))
 
     @classmethod
-    def unpack(cls, words: Tensor, epoch: str) -> KvHeader:
-        """Read a header; TransferError if it is none, or from another pair of gangs."""
-        magic, number, rid, layer, start, stop, head, head_stop, dtype = words.tolist()
-        if magic != _MAGIC:
-            raise TransferError(f"expected a KV header, got {magic:#x}: the stream is out of step")
-        if number != epoch_number(epoch):
-            raise TransferError(f"KV header of another epoch than {epoch}")
+    def unpack(cls, words: Tensor) -> KvHeader:
+        """Read a header; TransferError if it is none, because the stream is out of step then."""
+        magic, epoch, rid, layer, start, stop, head, head_stop, dtype = words.tolist()
+        ranges = 0 <= start <= stop and 0 <= head <= head_stop
+        if magic != _MAGIC or not ranges or not 0 <= dtype < len(_DTYPES):
+            raise TransferError(f"expected a KV header, got {words.tolist()}")
         return cls(
             epoch=epoch,
             rid=rid,
@@ -64,17 +64,12 @@ class KvHeader:
         )
 
 
-def epoch_number(epoch: str) -> int:
-    """A 63-bit digest of an epoch's name, which fits into a header."""
-    return int.from_bytes(hashlib.blake2b(epoch.encode(), digest_size=8).digest(), "big") >> 1
-
-
 class Bridge:
     """One rank's end of the group between two gangs."""
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         connection: ConnectBridge,
         *,
         rank: int,
@@ -82,7 +77,7 @@ class Bridge:
         device: str,
         host: str,
     ) -> None:
-        self.epoch = connection.epoch
+        self.epoch = name_digest(connection.epoch)
         self.device = device
         self.prefill = GangLayout(world_size=connection.prefill_ranks, tp=connection.prefill_tp)
         self.decode = GangLayout(world_size=connection.decode_ranks, tp=connection.decode_tp)
@@ -109,7 +104,7 @@ class Bridge:
         """Wait for the next announcement of one prefill rank."""
         words = torch.empty(KvHeader.WORDS, dtype=torch.int64)
         self._mesh.recv(words, prefill_rank, Tag.KV_HEADER).wait(IDLE)
-        return KvHeader.unpack(words, self.epoch)
+        return KvHeader.unpack(words)
 
     def receive(self, prefill_rank: int, header: KvHeader, head_dim: int) -> tuple[Tensor, Tensor]:
         """The announced keys and values, each (t, heads, d)."""
@@ -117,8 +112,8 @@ class Bridge:
         k_thd = torch.empty(shape, dtype=header.dtype, device=self.device)
         v_thd = torch.empty_like(k_thd)
         keys = self._mesh.recv(k_thd, prefill_rank, Tag.KV_KEYS)
-        self._mesh.recv(v_thd, prefill_rank, Tag.KV_VALUES).wait()
-        keys.wait()
+        values = self._mesh.recv(v_thd, prefill_rank, Tag.KV_VALUES)
+        Pending.all((keys, values)).wait()
         return k_thd, v_thd
 
     def close(self) -> None:
@@ -135,10 +130,9 @@ def send_layer(
     part: LocalPiece,
     k_thd: Tensor,
     v_thd: Tensor,
-) -> list[Pending]:
+) -> Iterator[Pending]:
     """Stream one layer's KV of a local piece to the decode ranks that its placement names."""
     own_heads = kv_head_range(spec, bridge.prefill.tp_rank_of(rank), bridge.prefill.tp)
-    sends = []
     for decode_rank, span, heads in _deliveries(bridge, spec, rank, part):
         rows = slice(span.start - part.span.start, span.stop - part.span.start)
         columns = slice(heads.start - own_heads.start, heads.stop - own_heads.start)
@@ -150,8 +144,7 @@ def send_layer(
             heads=heads,
             dtype=k_thd.dtype,
         )
-        sends.append(bridge.send(decode_rank, header, k_thd[rows, columns], v_thd[rows, columns]))
-    return sends
+        yield bridge.send(decode_rank, header, k_thd[rows, columns], v_thd[rows, columns])
 
 
 def _deliveries(

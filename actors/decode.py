@@ -21,18 +21,13 @@ from csps.actors.announce import Notify, token_drawn
 from csps.actors.engine import Engine
 from csps.actors.landing import Reservation
 from csps.actors.mesh import PEER_DEADLINE, Tag
+from csps.actors.name_digest import name_digest
 from csps.actors.orders import Change, Order, OrderChannel
 from csps.actors.sampling import Draw, TokenSampler, draw_batch
 from csps.actors.strategies.group import shares_of
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
-from csps.protocols.errors import Cancelled, CspsError
-from csps.protocols.messages import (
-    JoinBatch,
-    RequestFailed,
-    Reserve,
-    SlotsFreed,
-    Span,
-)
+from csps.protocols.errors import Cancelled, CspsError, FaultError, ProtocolError
+from csps.protocols.messages import JoinBatch, RequestFailed, Reserve, SlotsFreed, Span
 
 _log = logging.getLogger(__name__)
 
@@ -74,8 +69,9 @@ class DecodeLoop:
         self._channel = OrderChannel(engine.mesh)
         self._is_leader = engine.rank == 0
         self._reservations: dict[int, Reservation] = {}
-        self._owners: dict[int, str] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
+        self._ended: set[int] = set()
+        """Digests of owners that are gone: attachments of routers, so they are few."""
         self._orders: deque[Order] = deque()
         self._changed = threading.Condition()
         self._batch: list[_Decoding] = []
@@ -84,33 +80,44 @@ class DecodeLoop:
 
     # --- called from other threads ---------------------------------------------------------
 
-    def reserve(self, request: Reserve, router_id: str) -> None:
+    def reserve(self, request: Reserve, owner: str) -> None:
         """Set slots aside: this rank's share of the prompt, and the answer at its master.
+
+        Args:
+            owner: the router's attachment, at whose end the request leaves.
 
         Raises:
             OutOfSlots: the pool is too full; nothing was reserved.
-            Cancelled: the request has been cancelled already.
+            Cancelled: the request has been cancelled already, or its owner is gone.
             InvalidRequest: the sampling parameters do not fit the model.
         """
-        if request.rid in self._left:
-            raise Cancelled(f"request {request.rid} was cancelled before it was reserved")
         spans = shares_of(request.shares, self._engine.instance)
-        answer = Span(
-            start=request.prompt_length,
-            stop=request.prompt_length + max(0, request.sampling.max_tokens - 1),
+        reservation = Reservation(
+            request=request,
+            spans=spans,
+            heads=self._engine.kv_heads,
+            layers=self._engine.spec.layers,
+            owner=owner,
         )
-        is_master = request.master == self._engine.instance
-        if is_master:
+        if request.master == self._engine.instance:
             self._sampler(request)  # so that bad parameters are refused now
-        self._engine.pool.allocate(request.rid, [*spans, *([answer] if is_master else [])])
         with self._changed:
-            self._owners[request.rid] = router_id
-            self._reservations[request.rid] = Reservation(
-                request=request,
-                spans=spans,
-                heads=self._engine.kv_heads,
-                layers=self._engine.spec.layers,
-            )
+            self._refuse_unwanted(request.rid, owner)
+            self._engine.pool.allocate(request.rid, [*spans, *self._answer(request)])
+            self._reservations[request.rid] = reservation
+
+    def _refuse_unwanted(self, rid: int, owner: str) -> None:
+        if rid in self._left or name_digest(owner) in self._ended:
+            raise Cancelled(f"request {rid} was cancelled before it was reserved")
+        if rid in self._reservations:
+            raise ProtocolError(f"request {rid} is reserved already")
+
+    def _answer(self, request: Reserve) -> list[Span]:
+        """Positions of the answer, if it is stored here; its last token is never embedded."""
+        if request.master != self._engine.instance:
+            return []
+        start = request.prompt_length
+        return [Span(start=start, stop=start + max(0, request.sampling.max_tokens - 1))]
 
     def find(self, rid: int) -> Reservation | None:
         """The reservation that arriving KV belongs to."""
@@ -124,16 +131,9 @@ class DecodeLoop:
         """Make a request leave the gang; only the leader acts, so that all ranks agree when."""
         self._order(Order(Change.LEAVE, rid))
 
-    def cancel_all(self) -> None:
-        """Make every request leave: the router that asked for them is gone."""
-        self._order(Order(Change.RESET))
-
-    def drop_strangers(self, router_id: str) -> None:
-        """Free what former routers reserved and never joined."""
-        joined = {decoding.rid for decoding in list(self._batch)}
-        for rid, owner in list(self._owners.items()):
-            if owner != router_id and rid not in joined:
-                self._free(rid)
+    def cancel_all(self, owner: str) -> None:
+        """Make all requests of an owner leave, and refuse its late ones; only the leader acts."""
+        self._order(Order(Change.END_OWNER, name_digest(owner)))
 
     @property
     def reserved(self) -> int:
@@ -186,20 +186,30 @@ class DecodeLoop:
                 self._join(order)
             elif order.change is Change.LEAVE:
                 self._leave(order.rid)
-            elif order.change is Change.RESET:
-                for rid in list(self._reservations):
-                    self._leave(rid)
+            elif order.change is Change.END_OWNER:
+                self._end_owner(order.rid)
         self._routes = self._derive_routes()
 
     def _join(self, order: Order) -> None:
         reservation = self._reservations.get(order.rid)
         if reservation is None:
-            return  # left already; every rank sees orders in the same order, so all agree
+            # Every rank sees orders in one order, so who has left has left everywhere.
+            if order.rid not in self._left:
+                raise FaultError(f"request {order.rid} joins without a reservation")
+            return
         sampler = None
         if reservation.request.master == self._engine.instance:
             sampler = self._sampler(reservation.request)
             sampler.observe(order.token)
         self._batch.append(_Decoding(reservation, order.token, sampler))
+
+    def _end_owner(self, number: int) -> None:
+        with self._changed:
+            self._ended.add(number)
+            reservations = list(self._reservations.items())
+        for rid, reservation in reservations:
+            if name_digest(reservation.owner) == number:
+                self._leave(rid)
 
     def _sampler(self, request: Reserve) -> TokenSampler:
         prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").tolist()
@@ -207,17 +217,14 @@ class DecodeLoop:
 
     def _leave(self, rid: int) -> None:
         self._batch = [decoding for decoding in self._batch if decoding.rid != rid]
-        self._free(rid)
-        self._left[rid] = None
-        if len(self._left) > REMEMBERED_LEAVES:
-            self._left.popitem(last=False)
-
-    def _free(self, rid: int) -> None:
-        reservation = self._reservations.pop(rid, None)
-        self._owners.pop(rid, None)
+        with self._changed:
+            self._left[rid] = None
+            if len(self._left) > REMEMBERED_LEAVES:
+                self._left.popitem(last=False)
+            reservation = self._reservations.pop(rid, None)
         if reservation is not None:
             with reservation.lock:
-                reservation.freed = True
+                reservation.closed = True
                 self._engine.pool.free_request(rid)
         self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
 
@@ -256,16 +263,15 @@ class DecodeLoop:
             q_thd,
             mesh=self._engine.mesh,
             routes=self._routes,
-            partial=lambda slot, q: self._engine.attend_pool(
-                layer, self._batch[slot].rid, q, self._batch[slot].position
-            ),
+            partial=lambda slot, q: self._engine.attend_pool(layer, self._batch[slot].rid, q),
             tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
         )
 
     def _derive_routes(self) -> QueryRoutes:
         """Rows are numbered by their place in the batch, which all ranks order alike."""
         here = self._engine.instance
-        rows, held_here = [], []
+        rows: list[int] = []
+        held_here: list[int] = []
         outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
         for slot, decoding in enumerate(self._batch):

@@ -56,25 +56,23 @@ class Engine:
         """KV heads of this rank, numbered over the whole model."""
         return kv_head_range(self.spec, self.tp_rank, self.layout.tp)
 
-    def attend_pool(
-        self, layer: int, rid: int, q_thd: Tensor, position: int
-    ) -> tuple[Tensor, Tensor]:
+    def attend_pool(self, layer: int, rid: int, q_thd: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of one row over all KV of its request that lies on this rank.
 
         Args:
-            q_thd: (1, h, d), the row at `position`, behind which the request has no KV.
+            q_thd: (1, h, d), the request's last row: it sees every key, so that no positions
+                need to be compared.
 
         Returns:
             fp32 out (1, h, d) and lse (h, 1); -inf where the rank holds nothing.
         """
-        q_positions = torch.tensor([position], device=self.device)
         parts = [
             attention(
                 q_thd,
                 run.k_thd,
                 run.v_thd,
-                q_positions=q_positions,
-                k_positions=run.positions,
+                q_positions=None,
+                k_positions=None,
                 scale=self.spec.scale,
             )
             for run in self.pool.view(layer, rid)

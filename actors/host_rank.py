@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 
-from csps.actors.mesh import StoreAddress, host_store
+from csps.actors.mesh import HostedStore, StoreAddress, host_store
 from csps.actors.rank import Rank, RankConfig
 
 
@@ -23,15 +23,19 @@ def main(arguments: list[str]) -> None:
     fields = json.loads(arguments[0])
     address = fields.pop("store", None)
     config = RankConfig(**fields)
-    store = StoreAddress(*address) if address else host_store(config.host)
-    if address is None:
-        _say(store=[store.address.host, store.address.port])
+    store = _announced_store(config.host) if address is None else StoreAddress(*address)
     rank = Rank(config, secret=os.environ["CSPS_CLUSTER_SECRET"].encode(), store=store)
     _say(rpc=rank.start())
     try:
         sys.stdin.read()
     finally:
         rank.close()
+
+
+def _announced_store(host: str) -> HostedStore:
+    hosted = host_store(host)
+    _say(store=[hosted.address.host, hosted.address.port])
+    return hosted
 
 
 def _say(**fact: object) -> None:

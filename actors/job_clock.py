@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from csps.actors.timeline import Timeline
+
 
 @dataclass
 class JobClock:
@@ -17,17 +19,36 @@ class JobClock:
     finished: float = 0.0
     communication_s: float = 0.0
     """Waiting for exchanges inside the group; what computing hid does not count."""
+    exchange_s: float = 0.0
+    """At least one exchange inside the group was under way, hidden or not. On CUDA only those
+    count that the host waited for."""
     yielded_s: float = 0.0
     """Urgent jobs that ran between two layers."""
+    timeline: Timeline = field(default_factory=lambda: Timeline(on=False))
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Count the time inside as communication."""
+        """Count the time inside as communication that nothing hides."""
+        before = self.communication_s
+        with self.waiting():
+            yield
+        self.exchange_s += self.communication_s - before
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for exchanges whose own time is counted elsewhere."""
         begin = time.monotonic()
         try:
             yield
         finally:
             self.communication_s += time.monotonic() - begin
+
+    @property
+    def hidden(self) -> float:
+        """Share of the communication that went on while this rank computed, from 0 to 1."""
+        if not self.exchange_s:
+            return 0.0
+        return max(0.0, 1.0 - self.communication_s / self.exchange_s)
 
     @contextmanager
     def yielding(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.messages import PrefillJob
@@ -54,14 +53,25 @@ class JobQueue:
             self._taken_early = {early for early in self._taken_early if early > job_id}
             return job
 
-    def urgent_within(self, group: Sequence[int], limit: int) -> list[int]:
-        """Ids of up to `limit` waiting urgent jobs whose group lies inside `group`."""
-        members = set(group)
+    def urgent_within(self, running: PrefillJob, limit: int) -> list[int]:
+        """Ids of up to `limit` waiting urgent jobs that may run inside the running one.
+
+        Their groups lie inside its group, and none of their requests has an earlier job that is
+        not over, whose KV they would miss.
+        """
+        members = set(running.group)
+        earlier = {piece.rid for piece in running.pieces}
+        found: list[int] = []
         with self._changed:
-            inside = (
-                j.job_id for j in self._jobs.values() if j.urgent and members.issuperset(j.group)
-            )
-            return [job_id for job_id, _ in zip(inside, range(limit), strict=False)]
+            for job in self._jobs.values():
+                rids = {piece.rid for piece in job.pieces}
+                if job.urgent and members.issuperset(job.group) and earlier.isdisjoint(rids):
+                    found.append(job.job_id)
+                else:
+                    earlier |= rids
+                if len(found) == limit:
+                    break
+        return found
 
     def take(self, job_id: int) -> PrefillJob | None:
         """Take an urgent job out of order; None if it has run already."""

@@ -72,6 +72,11 @@ class KvMover:
         self._incoming = [move for move in moves if move.target == group.member]
         self._under_way: tuple[int, Pending, list[tuple[Move, Tensor]]] | None = None
 
+    @property
+    def incoming_tokens(self) -> int:
+        """Slots that `allocate` takes."""
+        return sum(move.span.length for move in self._incoming)
+
     def allocate(self) -> None:
         """Take the slots for what will arrive."""
         for move in self._incoming:

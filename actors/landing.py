@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from csps.actors.bridge import Bridge, KvHeader
 from csps.actors.kv_pool import KvPool
-from csps.protocols.errors import TransferError
+from csps.actors.name_digest import name_digest
+from csps.actors.span_set import SpanSet
+from csps.protocols.errors import FaultError, TransferError
 from csps.protocols.messages import KvLanded, RequestFailed, Reserve, Span
 
 _log = logging.getLogger(__name__)
@@ -32,16 +35,20 @@ class Reservation:
     """This rank's share of the prompt."""
     heads: range
     layers: int
+    owner: str
+    """The router's attachment that asked for it."""
     started: float = field(default_factory=time.monotonic)
     missing: int = field(init=False)
     """(token, head, layer) entries yet to come."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while KV is written and while the request is freed, never both at once."""
-    freed: bool = False
-    _arrived: set[tuple[int, int, int]] = field(default_factory=set)
+    closed: bool = False
+    """Takes no more KV: it was freed, or wrong KV came."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
+        self._epoch = name_digest(self.request.epoch)
+        self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
 
     @property
     def tokens(self) -> int:
@@ -50,20 +57,23 @@ class Reservation:
 
     def accept(self, header: KvHeader) -> None:
         """Count an announcement in; TransferError unless it is promised and new."""
-        inside = any(
-            s.start <= header.span.start and header.span.stop <= s.stop for s in self.spans
-        )
-        known_heads = header.heads.start in self.heads and header.heads[-1] in self.heads
-        if not inside or not known_heads or not 0 <= header.layer < self.layers:
+        if header.epoch != self._epoch:
             raise TransferError(
-                f"KV of positions [{header.span.start}, {header.span.stop}), heads {header.heads}, "
-                f"layer {header.layer} does not belong to this rank's share of request {header.rid}"
+                f"KV of request {header.rid} is not from epoch {self.request.epoch}"
             )
-        key = (header.layer, header.span.start, header.heads.start)
-        if key in self._arrived:
-            raise TransferError(f"KV {key} of request {header.rid} arrived twice")
-        self._arrived.add(key)
+        if not self._promises(header):
+            raise TransferError(f"{header} is not part of this rank's share of the request")
+        if not all(self._arrived[header.layer, h].add(header.span) for h in header.heads):
+            raise TransferError(f"{header} brings KV that has arrived before")
         self.missing -= header.span.length * len(header.heads)
+
+    def _promises(self, header: KvHeader) -> bool:
+        span, heads = header.span, header.heads
+        return (
+            any(own.start <= span.start < span.stop <= own.stop for own in self.spans)
+            and self.heads.start <= heads.start < heads.stop <= self.heads.stop
+            and 0 <= header.layer < self.layers
+        )
 
 
 class Landing:
@@ -78,9 +88,19 @@ class Landing:
         find: Callable[[int], Reservation | None],
         on_landed: Callable[[KvLanded], None],
         on_failed: Callable[[RequestFailed], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
+        """Start receiving.
+
+        Args:
+            find: the reservation of a request; None if there is none any more.
+            on_landed: a request's share is complete.
+            on_failed: what came for a request is not what was promised.
+            on_broken: this rank cannot receive any more, through its own fault or the peer's.
+        """
         self._bridge, self._pool, self._rank = bridge, pool, rank
         self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
+        self._on_broken = on_broken
         self._closed = False
         self._threads = [
             threading.Thread(
@@ -97,48 +117,57 @@ class Landing:
         self._bridge.close()
 
     def _receive(self, prefill_rank: int) -> None:
-        """One prefill rank's stream, in order; ends with the bridge or at the first bad header."""
+        """One prefill rank's stream, in order; ends with the bridge."""
         try:
-            while not self._closed:
+            while True:
                 header = self._bridge.next_header(prefill_rank)
                 k_thd, v_thd = self._bridge.receive(prefill_rank, header, self._pool.head_dim)
                 self._land(header, k_thd, v_thd)
-        except (RuntimeError, TransferError) as exc:
-            if not self._closed:
+        except Exception as exc:
+            if self._closed:
+                return
+            if isinstance(exc, RuntimeError) and not isinstance(exc, FaultError):
                 _log.info("KV stream of prefill rank %d ended: %s", prefill_rank, exc)
+            else:
+                self._on_broken(exc)
 
     def _land(self, header: KvHeader, k_thd: Tensor, v_thd: Tensor) -> None:
         reservation = self._find(header.rid)
         if reservation is None:
             return  # cancelled while its KV was on the way
-        with reservation.lock:
-            if reservation.freed:
-                return
-            try:
-                self._write(reservation, header, k_thd, v_thd)
-            except TransferError as exc:
-                self._on_failed(
-                    RequestFailed(
-                        rid=header.rid, rank=self._rank, code="TransferError", message=str(exc)
-                    )
-                )
-                return
-        if not reservation.missing:
+        try:
+            complete = self._store(reservation, header, k_thd, v_thd)
+        except TransferError as exc:
+            failure = RequestFailed(
+                rid=header.rid, rank=self._rank, code="TransferError", message=str(exc)
+            )
+            self._on_failed(failure)
+            return
+        if complete:
             seconds = time.monotonic() - reservation.started
+            tokens = reservation.tokens
             self._on_landed(
-                KvLanded(
-                    rid=header.rid, rank=self._rank, tokens=reservation.tokens, seconds=seconds
-                )
+                KvLanded(rid=header.rid, rank=self._rank, tokens=tokens, seconds=seconds)
             )
 
-    def _write(
+    def _store(
         self, reservation: Reservation, header: KvHeader, k_thd: Tensor, v_thd: Tensor
-    ) -> None:
-        if reservation.request.epoch != header.epoch:
-            raise TransferError(f"KV of request {header.rid} came over bridge {header.epoch}")
+    ) -> bool:
+        """Write what the header announced; whether the share is complete now, true only once."""
+        with reservation.lock:
+            if reservation.closed:
+                return False
+            try:
+                self._check(reservation, header)
+            except TransferError:
+                reservation.closed = True  # what is right of it must not land either
+                raise
+            first = reservation.heads.start
+            heads = slice(header.heads.start - first, header.heads.stop - first)
+            self._pool.write(header.layer, header.rid, header.span, k_thd, v_thd, heads=heads)
+            return not reservation.missing
+
+    def _check(self, reservation: Reservation, header: KvHeader) -> None:
         if header.dtype != self._pool.k.dtype:
             raise TransferError(f"KV is {header.dtype}, this pool holds {self._pool.k.dtype}")
         reservation.accept(header)
-        first = reservation.heads.start
-        heads = slice(header.heads.start - first, header.heads.stop - first)
-        self._pool.write(header.layer, header.rid, header.span, k_thd, v_thd, heads=heads)

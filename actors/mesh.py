@@ -9,14 +9,18 @@ without touching the others.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 JOIN_DEADLINE = timedelta(seconds=60)
 """For every rank of a group to arrive."""
@@ -25,12 +29,14 @@ PEER_DEADLINE = timedelta(minutes=30)
 A peer that died is noticed at once, so this only ends true hangs."""
 IDLE = timedelta(days=365)
 """For loops that wait for work; they end when the peer dies or the group is closed."""
+_CLOSE_PROBE = timedelta(milliseconds=1)
+"""For a message that never comes, whose timeout closes a gloo group."""
 
 
 class Tag(IntEnum):
     """Message streams between two ranks; each is first in, first out."""
 
-    CONTROL = 1
+    PREFILL_ORDERS = 1
     FIRST_EXCHANGE = 2
     SECOND_EXCHANGE = 3
     LAST_ROW_QUERY = 4
@@ -44,6 +50,13 @@ class Tag(IntEnum):
     KV_KEYS = 12
     KV_VALUES = 13
     HISTORY = 14
+    DECODE_ORDERS = 15
+    CLOSE_PROBE = 16
+    ROWS = 17
+    RELAYED_ROWS = 18
+    ROW_SUMS = 19
+    IMPORTANCE = 20
+    WEIGHTS = 20
 
 
 @dataclass(frozen=True)
@@ -59,28 +72,57 @@ class HostedStore:
     """A rendezvous store served by this process for as long as the object lives."""
 
     address: StoreAddress
-    store: dist.Store
+    store: Store
 
 
 def host_store(host: str) -> HostedStore:
-    """Serve a rendezvous store on a free port of `host`."""
-    store = dist.TCPStore(
-        host, 0, is_master=True, wait_for_workers=False, timeout=JOIN_DEADLINE, use_libuv=True
+    """Serve a rendezvous store on a free port of `host`, and on no other address.
+
+    The socket is ours because a store that makes its own listens on all interfaces, and, where
+    that is IPv6 with mapped addresses, asks the DNS for the name of everyone who connects.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=JOIN_DEADLINE,
+        use_libuv=True,
+        master_listen_fd=listener.detach(),
     )
-    return HostedStore(StoreAddress(host, store.port), store)
+    return HostedStore(StoreAddress(host, port), store)
 
 
-def join_store(address: StoreAddress) -> dist.Store:
+def join_store(address: StoreAddress) -> Store:
     """Connect to a store that another rank serves."""
-    return dist.TCPStore(
+    return TCPStore(
         address.host, address.port, is_master=False, wait_for_workers=False, timeout=JOIN_DEADLINE
     )
+
+
+class _Group(Protocol):
+    """What is used of torch's gloo and NCCL groups; its stubs leave these methods out."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
+
+    def abort(self) -> None: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> Work: ...
 
 
 class Pending:
     """Operations under way; keeps their tensors alive until `wait`."""
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
         self._works = list(works)
         self._tensors = list(tensors)
 
@@ -101,6 +143,15 @@ class Pending:
         self._tensors.clear()
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """A group of sends and receives under way."""
+
+    received: Pending
+    sent: Pending
+    """Done once the tensors sent may change. Empty on CUDA, where `received` stands for both."""
+
+
 class Mesh:
     """One world of ranks as seen by one of them.
 
@@ -110,28 +161,34 @@ class Mesh:
     """
 
     def __init__(
-        self, store: dist.Store, *, name: str, rank: int, world_size: int, device: str, host: str
+        self, store: Store, *, name: str, rank: int, world_size: int, device: str, host: str
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.bytes_sent = [0] * world_size
+        """By peer, since the mesh exists: read the difference."""
         self._cuda = torch.device(device).type == "cuda"
-        scoped = dist.PrefixStore(name, store)
-        self._control = _gloo(dist.PrefixStore("control", scoped), rank, world_size, host)
-        self._data: dist.ProcessGroup = (
-            _nccl(dist.PrefixStore("data", scoped), rank, world_size)
-            if self._cuda
-            else self._control
+        scoped = PrefixStore(name, store)
+        self._control = _gloo(PrefixStore("control", scoped), rank, world_size, host)
+        self._data = (
+            _nccl(PrefixStore("data", scoped), rank, world_size) if self._cuda else self._control
         )
 
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
         group = self._data if tensor.is_cuda else self._control
+        self.bytes_sent[peer] += tensor.nbytes
         return Pending([group.send([tensor], peer, tag)], [tensor])
 
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
         group = self._data if tensor.is_cuda else self._control
         return Pending([group.recv([tensor], peer, tag)], [tensor])
+
+    @property
+    def on_cuda(self) -> bool:
+        """Waiting then holds up the device's stream and not the host."""
+        return self._cuda
 
     def exchange(
         self,
@@ -140,39 +197,68 @@ class Mesh:
         tag: Tag,
     ) -> Pending:
         """Start a group of sends and receives, each a (peer, tensor); none may wait for another."""
+        begun = self.start_exchange(sends, recvs, tag)
+        return Pending.all((begun.received, begun.sent))
+
+    def start_exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: Tag,
+    ) -> Exchange:
+        """`exchange` for those who use what has arrived before their own tensors are gone."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
+        for peer, tensor in sends:
+            self.bytes_sent[peer] += tensor.nbytes
+        return self._grouped(sends, recvs) if self._cuda else self._single(sends, recvs, tag)
+
+    def _single(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
+    ) -> Exchange:
+        received = [self._data.recv([tensor], peer, tag) for peer, tensor in recvs]
+        sent = [self._data.send([tensor], peer, tag) for peer, tensor in sends]
+        return Exchange(
+            received=Pending(received, [tensor for _, tensor in recvs]),
+            sent=Pending(sent, [tensor for _, tensor in sends]),
+        )
+
+    def _grouped(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Exchange:
+        """NCCL would deadlock on ungrouped pairs: all of them go into one launch."""
+        if not sends and not recvs:
+            return Exchange(Pending([], []), Pending([], []))
+        self._data._start_coalescing()
+        for peer, tensor in recvs:
+            self._data.recv([tensor], peer, 0)
+        for peer, tensor in sends:
+            self._data.send([tensor], peer, 0)
+        works = [self._data._end_coalescing()]
         tensors = [tensor for _, tensor in (*recvs, *sends)]
-        if not self._cuda:
-            works = [self._data.recv([tensor], peer, tag) for peer, tensor in recvs]
-            works += [self._data.send([tensor], peer, tag) for peer, tensor in sends]
-            return Pending(works, tensors)
-        # NCCL would deadlock on ungrouped pairs: all of them go into one launch.
-        with dist._coalescing_manager(group=self._data, async_ops=True) as coalesced:
-            for peer, tensor in recvs:
-                self._data.recv([tensor], peer, 0)
-            for peer, tensor in sends:
-                self._data.send([tensor], peer, 0)
-        return Pending(coalesced.works, tensors)
+        return Exchange(received=Pending(works, tensors), sent=Pending([], []))
 
     def close(self) -> None:
-        """Leave the world; pending operations of peers with this rank fail."""
-        for group in {id(g): g for g in (self._control, self._data)}.values():
-            group.shutdown()
+        """Leave the world: pending operations fail, here and at peers that wait for this rank."""
+        _close_gloo(self._control, self.rank, self.world_size)
+        if self._cuda:
+            self._data.abort()
 
 
 class InstanceGroup:
     """The tensor-parallel ranks of one instance, which sum partial results."""
 
     def __init__(
-        self, store: dist.Store, *, name: str, rank: int, size: int, device: str, host: str
+        self, store: Store, *, name: str, rank: int, size: int, device: str, host: str
     ) -> None:
-        self.size = size
-        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size = rank, size
+        self._cuda = torch.device(device).type == "cuda"
+        self._group: _Group | None = None
         if size > 1:
-            scoped = dist.PrefixStore(name, store)
-            cuda = torch.device(device).type == "cuda"
-            self._group = _nccl(scoped, rank, size) if cuda else _gloo(scoped, rank, size, host)
+            scoped = PrefixStore(name, store)
+            self._group = (
+                _nccl(scoped, rank, size) if self._cuda else _gloo(scoped, rank, size, host)
+            )
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the instance, in place."""
@@ -181,20 +267,41 @@ class InstanceGroup:
         return tensor
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.shutdown()
+        """Leave the group: pending sums fail, here and at the other ranks."""
+        if self._group is None:
+            return
+        if self._cuda:
+            self._group.abort()
+        else:
+            _close_gloo(self._group, self.rank, self.size)
 
 
-def _gloo(store: dist.Store, rank: int, size: int, host: str) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+def _gloo(store: Store, rank: int, size: int, host: str) -> _Group:
+    group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
+    options = group_of._Options()
+    options._devices = [group_of.create_device(hostname=host)]
     options._timeout = JOIN_DEADLINE
-    group = dist.ProcessGroupGloo(store, rank, size, options)
-    return group
+    group = group_of(store, rank, size, options)
+    # Its collectives take their deadline from the group, not from `wait`.
+    group._set_default_timeout(PEER_DEADLINE)
+    return cast(_Group, group)
 
 
-def _nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _nccl(store: Store, rank: int, size: int) -> _Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = PEER_DEADLINE
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return cast(_Group, dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def _close_gloo(group: _Group, rank: int, size: int) -> None:
+    """Close all connections of a gloo group, which wakes everyone who waits on them.
+
+    `shutdown` and `abort` of a gloo group leave its waiters where they are, and dropping it closes
+    nothing as long as one of them waits. A timeout closes every pair of the group: gloo says so
+    ("lets all pairs know about this application side timeout"). A pair whose peer is gone
+    already does not time out but fails, hence the loop.
+    """
+    for peer in range(size):
+        if peer != rank:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, Tag.CLOSE_PROBE).wait(_CLOSE_PROBE)

@@ -19,8 +19,9 @@ class Change(IntEnum):
 
     JOIN = 1
     LEAVE = 2
-    RESET = 3
-    """Every request leaves, also those that have not joined."""
+    END_OWNER = 3
+    """All requests of one owner leave, also those that have not joined; `rid` is the owner's
+    digest."""
     SHUTDOWN = 4
 
 
@@ -49,7 +50,7 @@ class OrderChannel:
         if len(orders) > _INLINE:
             messages.append(words[1 + _INLINE * _WORDS :].clone())
         self._pending = [
-            self._mesh.send(message, rank, Tag.CONTROL)
+            self._mesh.send(message, rank, Tag.DECODE_ORDERS)
             for rank in range(1, self._mesh.world_size)
             for message in messages
         ]
@@ -57,12 +58,12 @@ class OrderChannel:
     def receive(self) -> list[Order]:
         """The others: wait for the next iteration's orders."""
         head = torch.empty(1 + _INLINE * _WORDS, dtype=torch.int64)
-        self._mesh.recv(head, 0, Tag.CONTROL).wait(IDLE)
+        self._mesh.recv(head, 0, Tag.DECODE_ORDERS).wait(IDLE)
         count = int(head[0])
         words = head[1:]
         if count > _INLINE:
             rest = torch.empty((count - _INLINE) * _WORDS, dtype=torch.int64)
-            self._mesh.recv(rest, 0, Tag.CONTROL).wait(PEER_DEADLINE)
+            self._mesh.recv(rest, 0, Tag.DECODE_ORDERS).wait(PEER_DEADLINE)
             words = torch.cat((words, rest))
         rows = words.view(-1, _WORDS)[:count].tolist()
         return [Order(Change(change), rid, token) for change, rid, token in rows]

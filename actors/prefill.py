@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -26,13 +26,16 @@ from csps.actors.engine import Engine
 from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
-from csps.actors.mesh import PEER_DEADLINE, Pending, Tag
+from csps.actors.layout import LocalPiece
+from csps.actors.mesh import PEER_DEADLINE, Tag
+from csps.actors.outbox import Outbox
+from csps.actors.request_book import RequestBook
 from csps.actors.sampling import TokenSampler
+from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.strategy import Strategy
-from csps.actors.strategies.ulysses import Ulysses
-from csps.protocols.errors import CspsError
+from csps.protocols.errors import CspsError, DeadlineExceeded, TransferError
 from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
 from csps.protocols.trace_context import span
 
@@ -41,6 +44,9 @@ _log = logging.getLogger(__name__)
 ORDERS = 8
 """int64 words in what a leader tells its group between two layers: whether to stop, how many
 urgent jobs to run now, and their ids."""
+
+SLOTS_BACK_S = 60.0
+"""For slots that a former router's jobs still hold; the present one counts what it has given."""
 
 
 class _JobCancelled(Exception):
@@ -53,11 +59,12 @@ class _Run:
 
     group: SpGroup
     ids_t: Tensor
-    strategy: Strategy
+    entered: AbstractContextManager[Strategy]
     mover: KvMover
     bridge: Bridge | None
     clock: JobClock
-    sends: list[Pending] = field(default_factory=list)
+    lost: RuntimeError | None = None
+    """Why KV did not reach the decode gang."""
     cancelled: bool = False
 
     @property
@@ -73,11 +80,10 @@ class PrefillLoop:
         self._notify = notify
         self._queue = JobQueue()
         self._clocks: dict[int, JobClock] = {}
-        self._cancelled: set[int] = set()
-        self._known: set[int] = set()
-        """Requests of jobs that are waiting or under way."""
+        self._book = RequestBook()
+        self._slots_back = threading.Condition()
         self._bridge: Bridge | None = None
-        self._sent: SimpleQueue[_Run | None] = SimpleQueue()
+        self._outbox: Outbox[_Run] = Outbox(self._sent)
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -85,19 +91,23 @@ class PrefillLoop:
         """Put a job in line; jobs must come in the router's order."""
         self._clocks[job.job_id] = JobClock()
         if self._engine.instance in job.group:
-            self._known.update(piece.rid for piece in job.pieces)
+            self._book.enter(job)
         self._queue.put(job)
 
     def cancel(self, rid: int) -> None:
         """Stop a request's work at the next layer; harmless for an unknown one."""
-        if rid in self._known:
-            self._cancelled.add(rid)
-        else:
-            self._engine.pool.free_request(rid)
+        if self._book.cancel(rid):
+            self._free(rid)
 
     def cancel_all(self) -> None:
         """Stop everything: the router that asked for it is gone."""
-        self._cancelled.update(self._known)
+        for rid in self._book.cancel_all():
+            self._free(rid)
+
+    @property
+    def open_jobs(self) -> frozenset[int]:
+        """Jobs of this rank that are in line, under way or not sent whole."""
+        return self._book.open_jobs
 
     def use_bridge(self, bridge: Bridge | None) -> None:
         """Send KV over this bridge from the next job on."""
@@ -116,14 +126,16 @@ class PrefillLoop:
 
     def run(self) -> None:
         """Work until closed. An exception means that the gang is broken."""
-        completion = threading.Thread(target=self._complete_sends, name="kv-sent", daemon=True)
-        completion.start()
         try:
             with torch.inference_mode():
                 while (job := self._queue.next()) is not None:
                     self._run_job(job)
         finally:
-            self._sent.put(None)
+            self._outbox.close()
+
+    def run_outbox(self) -> None:
+        """Body of the thread that waits until KV is sent; ends after `run`."""
+        self._outbox.run()
 
     def _run_job(self, job: PrefillJob) -> None:
         clock = self._clocks.pop(job.job_id)
@@ -133,40 +145,37 @@ class PrefillLoop:
         run = self._prepare(job, clock)
         attributes = {"csps.job": job.job_id, "csps.rank": self._engine.rank}
         try:
-            with span("prefill.compute", job.trace, attributes):
-                self._compute(run)
+            with span("prefill.compute", job.trace, attributes), run.entered as strategy:
+                self._compute(run, strategy)
         except _JobCancelled:
             run.cancelled = True
         run.mover.finish()
         run.mover.release_sources()
         clock.finished = time.monotonic()
-        self._sent.put(run)
+        self._outbox.finish(run)
 
     def _prepare(self, job: PrefillJob, clock: JobClock) -> _Run:
         engine = self._engine
         member = job.group.index(engine.instance)
         group = SpGroup(engine.mesh, engine.layout, job, member, clock)
-        for part in group.local:
-            engine.pool.allocate(part.piece.rid, [part.span])
         mover = KvMover(group, engine.pool)
-        mover.allocate()
+        self._allocate(group, mover)
         ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
         assert len(ids) == len(group.positions), "the job's tokens are not this rank's share"
-        strategy = self._strategy(group)
+        strategy = strategy_of(group, engine)
         return _Run(group, ids.to(engine.device), strategy, mover, self._bridge, clock)
 
-    def _strategy(self, group: SpGroup) -> Strategy:
-        engine = self._engine
-        assert group.job.strategy == "ulysses", f"unknown strategy {group.job.strategy}"
-        return Ulysses(
-            group,
-            engine.pool,
-            heads=engine.heads,
-            kv_heads=len(engine.kv_heads),
-            scale=engine.spec.scale,
-        )
+    def _allocate(self, group: SpGroup, mover: KvMover) -> None:
+        pool = self._engine.pool
+        needed = sum(part.span.length for part in group.local) + mover.incoming_tokens
+        with self._slots_back:
+            if not self._slots_back.wait_for(lambda: pool.free >= needed, SLOTS_BACK_S):
+                raise DeadlineExceeded("return of KV slots", SLOTS_BACK_S)
+        for part in group.local:
+            pool.allocate(part.piece.rid, [part.span])
+        mover.allocate()
 
-    def _compute(self, run: _Run) -> None:
+    def _compute(self, run: _Run, strategy: Strategy) -> None:
         network = self._engine.network
         rotary = network.rotary(run.group.positions.to(self._engine.device))
         x_td = network.embed(run.ids_t)
@@ -174,7 +183,7 @@ class PrefillLoop:
         for index, layer in enumerate(network.layers):
             self._between_layers(run)
             if index + 1 < len(network.layers):
-                x_td = layer.mlp(run.strategy.attend_layer(index, layer, x_td, rotary, keep))
+                x_td = layer.mlp(strategy.attend_layer(index, layer, x_td, rotary, keep))
             else:
                 q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
                 keep(index, k_thd, v_thd)
@@ -185,17 +194,29 @@ class PrefillLoop:
         for part in run.group.local:
             k, v = k_thd[part.rows], v_thd[part.rows]
             self._engine.pool.write(index, part.piece.rid, part.span, k, v)
-            if run.bridge is not None and part.piece.destinations:
-                run.sends += send_layer(
-                    run.bridge,
-                    self._engine.spec,
-                    rank=self._engine.rank,
-                    layer=index,
-                    part=part,
-                    k_thd=k,
-                    v_thd=v,
-                )
+            if part.piece.destinations and run.lost is None:
+                self._stream(run, index, part, k, v)
         run.mover.start(index)
+
+    def _stream(
+        self, run: _Run, index: int, part: LocalPiece, k_thd: Tensor, v_thd: Tensor
+    ) -> None:
+        """A lost decode gang fails the requests of the job, not this gang."""
+        try:
+            if run.bridge is None:
+                raise TransferError("no decode gang is connected")
+            for sending in send_layer(
+                run.bridge,
+                self._engine.spec,
+                rank=self._engine.rank,
+                layer=index,
+                part=part,
+                k_thd=k_thd,
+                v_thd=v_thd,
+            ):
+                self._outbox.post(run, sending)
+        except RuntimeError as exc:
+            run.lost = exc
 
     # --- the last layer --------------------------------------------------------------------
 
@@ -223,20 +244,15 @@ class PrefillLoop:
             q_thd,
             mesh=engine.mesh,
             routes=_last_row_routes(group),
-            partial=lambda index, q: engine.attend_pool(
-                last_layer,
-                group.job.pieces[index].rid,
-                q,
-                group.job.pieces[index].start + group.job.pieces[index].length - 1,
-            ),
+            partial=lambda index, q: engine.attend_pool(last_layer, group.job.pieces[index].rid, q),
             tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
         )
 
     def _draw(self, run: _Run, index: int, logits_v: Tensor) -> None:
         piece = run.job.pieces[index]
         prompt = np.frombuffer(piece.prompt_tokens, dtype="<i4").tolist()
-        sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
         try:
+            sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
             draw = sampler.draw(logits_v, 0)
         except CspsError as exc:
             self._fail(piece.rid, type(exc).__name__, str(exc))
@@ -262,39 +278,34 @@ class PrefillLoop:
         leader = ranks[0]
         if self._engine.rank != leader:
             words = torch.empty(ORDERS, dtype=torch.int64)
-            self._engine.mesh.recv(words, leader, Tag.CONTROL).wait(PEER_DEADLINE)
+            self._engine.mesh.recv(words, leader, Tag.PREFILL_ORDERS).wait(PEER_DEADLINE)
             return bool(words[0]), words[2 : 2 + int(words[1])].tolist()
         stop, urgent = self._decide(run)
         words = torch.tensor([stop, len(urgent), *urgent, *[0] * (ORDERS - 2 - len(urgent))])
-        run.sends += [self._engine.mesh.send(words, rank, Tag.CONTROL) for rank in ranks[1:]]
+        for rank in ranks[1:]:
+            self._outbox.post(run, self._engine.mesh.send(words, rank, Tag.PREFILL_ORDERS))
         return stop, urgent
 
     def _decide(self, run: _Run) -> tuple[bool, list[int]]:
-        stop = all(piece.rid in self._cancelled for piece in run.job.pieces)
+        stop = self._book.unwanted(run.job)
         if stop or run.job.urgent:
             return stop, []
-        return False, self._queue.urgent_within(run.job.group, ORDERS - 2)
+        return False, self._queue.urgent_within(run.job, ORDERS - 2)
 
     # --- after computing -------------------------------------------------------------------
 
-    def _complete_sends(self) -> None:
-        """Thread: wait for each job's KV to be sent, then give its slots back."""
-        while (run := self._sent.get()) is not None:
-            begin = time.monotonic()
-            try:
-                Pending.all(run.sends).wait()
-            except RuntimeError as exc:
-                self._report_lost(run, exc)
-            self._release(run)
-            self._report_done(run, time.monotonic() - begin)
+    def _sent(self, run: _Run, failure: RuntimeError | None) -> None:
+        """Outbox thread: all that a job had to send has left, or never will."""
+        if lost := run.lost or failure:
+            self._report_lost(run, lost)
+        for rid in self._book.settle(run.job, cancelled=run.cancelled):
+            self._free(rid)
+        self._report_done(run, time.monotonic() - run.clock.finished)
 
-    def _release(self, run: _Run) -> None:
-        for piece in run.job.pieces:
-            sent_whole = piece.last and bool(piece.destinations)
-            if sent_whole or run.cancelled or piece.rid in self._cancelled:
-                self._engine.pool.free_request(piece.rid)
-            self._cancelled.discard(piece.rid)
-            self._known.discard(piece.rid)
+    def _free(self, rid: int) -> None:
+        self._engine.pool.free_request(rid)
+        with self._slots_back:
+            self._slots_back.notify_all()
 
     def _report_lost(self, run: _Run, exc: RuntimeError) -> None:
         _log.warning("KV of job %d was not sent: %s", run.job.job_id, exc)

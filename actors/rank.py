@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,13 @@ from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
 from csps.models.loading import load_network
 from csps.protocols import schema
-from csps.protocols.errors import FaultError, ProtocolError
+from csps.protocols.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    FaultError,
+    ProtocolError,
+)
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
@@ -44,6 +51,12 @@ from csps.protocols.messages import (
 from csps.protocols.rpc_server import Handler, Peer
 
 _log = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""For the jobs of a router that is gone to end. Longer means that one of them never reached a
+member of its group, for which the others would wait."""
+LOOP_END_S = 2.0
+"""For the loops to end by themselves when a rank closes; then their peers are cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +98,12 @@ class Rank:
         self._router: Peer | None = None
         self._router_id = ""
         self._bridge: Bridge | None = None
+        self._epoch = ""
         self._landing: Landing | None = None
         self._prefill: PrefillLoop | None = None
         self._decode: DecodeLoop | None = None
+        self._groups: list[Mesh | InstanceGroup] = []
+        self._loops: list[threading.Thread] = []
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -103,26 +119,29 @@ class Rank:
         hosted = self._hosted
         store = hosted.store if isinstance(hosted, HostedStore) else join_store(hosted)
         place: dict[str, str] = {"device": config.device, "host": config.host}
-        self._instance = InstanceGroup(
+        instance = InstanceGroup(
             store,
             name=f"{config.gang_id}/instance{self._layout.instance_of(config.rank)}",
             rank=self._layout.tp_rank_of(config.rank),
             size=config.tp,
             **place,
         )
+        self._groups.append(instance)
         mesh = Mesh(
             store, name=config.gang_id, rank=config.rank, world_size=config.world_size, **place
         )
-        self.engine = self._build_engine(mesh)
+        self._groups.append(mesh)
+        self.engine = self._build_engine(mesh, instance)
         if config.role != "decode":
             self._prefill = PrefillLoop(self.engine, self._notify)
             self._spawn("prefill", self._prefill.run)
+            self._spawn("kv-sent", self._prefill.run_outbox)
         if config.role != "prefill":
             self._decode = DecodeLoop(self.engine, self._notify)
             self._spawn("decode", self._decode.run)
         return self._rpc.start(config.host)
 
-    def _build_engine(self, mesh: Mesh) -> Engine:
+    def _build_engine(self, mesh: Mesh, instance: InstanceGroup) -> Engine:
         config = self.config
         dtype = getattr(torch, config.dtype)
         network = load_network(
@@ -131,7 +150,7 @@ class Rank:
             tp_size=config.tp,
             dtype=dtype,
             device=config.device,
-            all_reduce=self._instance.all_reduce if config.tp > 1 else None,
+            all_reduce=instance.all_reduce if config.tp > 1 else None,
         )
         spec = network.spec
         pool = KvPool(
@@ -162,7 +181,10 @@ class Rank:
             self._decode.close()
         if self._prefill is not None:
             self._prefill.close()
-        self._leave_bridge()
+        deadline = time.monotonic() + LOOP_END_S
+        for loop in self._loops:
+            loop.join(max(0.0, deadline - time.monotonic()))
+        self._leave_groups()
         self._rpc.close()
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
@@ -170,29 +192,100 @@ class Rank:
             try:
                 body()
             except BaseException as exc:
-                if not self._closing:
-                    self._failure = exc
-                    _log.exception("the %s loop of rank %d died", name, self.config.rank)
+                self._break(exc)
+            else:
+                self._break(FaultError(f"the {name} loop was ended by another rank"))
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._loops.append(thread)
+        thread.start()
+
+    def _break(self, exc: BaseException) -> None:
+        """This rank cannot go on: nobody shall wait for it, neither its peers nor the router."""
+        if self._closing or self._failure is not None:
+            return
+        self._failure = exc
+        known = isinstance(exc, FaultError)
+        _log.error("rank %d is broken: %r", self.config.rank, exc, exc_info=None if known else exc)
+        self._leave_groups()
+        self._rpc.soon(self._hang_up)
+
+    def _hang_up(self) -> None:
+        if self._router is not None:
+            self._router.end(ConnectionLost(f"rank {self.config.rank} is broken"))
+
+    def _leave_groups(self) -> None:
+        self._leave_bridge()
+        for group in self._groups:
+            group.close()
 
     # --- RPC -------------------------------------------------------------------------------
 
     def _handlers(self) -> dict[str, Handler]:
         return {
             "describe": lambda _payload, _peer: schema.pack(self._describe()),
+            "stats": lambda _payload, _peer: schema.pack(self._stats()),
             "attach": self._attach,
             "connect_bridge": self._connect_bridge,
-            "prefill": lambda payload, _: self._prefill_loop.submit(
-                schema.unpack(PrefillJob, payload)
-            ),
-            "reserve": lambda payload, _: self._decode_loop.reserve(
-                schema.unpack(Reserve, payload), self._router_id
-            ),
-            "join": lambda payload, _: self._decode_loop.join(schema.unpack(JoinBatch, payload)),
-            "cancel": lambda payload, _: self._cancel(schema.unpack(CancelRequest, payload)),
-            "stats": lambda _payload, _peer: schema.pack(self._stats()),
+            "prefill": self._submit,
+            "reserve": self._reserve,
+            "join": self._join,
+            "cancel": self._cancel,
         }
+
+    def _attach(self, payload: Any, peer: Peer) -> dict[str, Any]:
+        self.check_health()
+        router_id = schema.unpack(Attach, payload).router_id
+        if peer is not self._router:
+            self._end_attachment()
+            self._router, self._router_id = peer, router_id
+        return schema.pack(self._describe())
+
+    def _router_gone(self, peer: Peer) -> None:
+        if peer is self._router:
+            self._end_attachment()
+
+    def _end_attachment(self) -> None:
+        """Drop the work of a router that is gone, or that another one has replaced."""
+        if self._router is None:
+            return
+        self._router = None
+        if self._prefill is not None:
+            self._prefill.cancel_all()
+            stopping = self._prefill.open_jobs
+            self._rpc.later(DRAIN_S, lambda: self._check_drained(stopping))
+        if self._decode is not None:
+            self._decode.cancel_all(self._router_id)
+
+    def _check_drained(self, jobs: frozenset[int]) -> None:
+        assert self._prefill is not None
+        if jobs & self._prefill.open_jobs:
+            self._break(DeadlineExceeded("the end of a former router's jobs", DRAIN_S))
+
+    def _require_attached(self, peer: Peer) -> None:
+        """Two routers at once would be two sequencers."""
+        if peer is not self._router:
+            raise ProtocolError(f"{peer.identity} is not, or no longer, attached to this rank")
+
+    def _submit(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        self._prefill_loop.submit(schema.unpack(PrefillJob, payload))
+
+    def _reserve(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        self._decode_loop.reserve(schema.unpack(Reserve, payload), self._router_id)
+
+    def _join(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        self._decode_loop.join(schema.unpack(JoinBatch, payload))
+
+    def _cancel(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        rid = schema.unpack(CancelRequest, payload).rid
+        if self._prefill is not None:
+            self._prefill.cancel(rid)
+        if self._decode is not None:
+            self._decode.cancel(rid)
 
     @property
     def _prefill_loop(self) -> PrefillLoop:
@@ -205,33 +298,6 @@ class Rank:
         if self._decode is None:
             raise ProtocolError(f"a {self.config.role} rank decodes nothing")
         return self._decode
-
-    def _attach(self, payload: Any, peer: Peer) -> dict[str, Any]:
-        router_id = schema.unpack(Attach, payload).router_id
-        if router_id != self._router_id:
-            self._drop_work()
-            self._router_id = router_id
-            if self._decode is not None:
-                self._decode.drop_strangers(router_id)
-        self._router = peer
-        return schema.pack(self._describe())
-
-    def _router_gone(self, peer: Peer) -> None:
-        if peer is self._router:
-            self._router = None
-            self._drop_work()
-
-    def _drop_work(self) -> None:
-        if self._prefill is not None:
-            self._prefill.cancel_all()
-        if self._decode is not None:
-            self._decode.cancel_all()
-
-    def _cancel(self, request: CancelRequest) -> None:
-        if self._prefill is not None:
-            self._prefill.cancel(request.rid)
-        if self._decode is not None:
-            self._decode.cancel(request.rid)
 
     def _describe(self) -> RankDescription:
         config, spec = self.config, self.engine.spec
@@ -270,11 +336,19 @@ class Rank:
 
     # --- bridge ----------------------------------------------------------------------------
 
-    async def _connect_bridge(self, payload: Any, _: Peer) -> None:
+    async def _connect_bridge(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
         connection = schema.unpack(ConnectBridge, payload)
         self._leave_bridge()
+        self._epoch = connection.epoch
         # The group forms in a thread of its own: it blocks until all ranks of both gangs arrive.
         bridge = await self._rpc.in_thread("connect-bridge", lambda: self._join_bridge(connection))
+        if self._epoch != connection.epoch:
+            bridge.close()
+            raise Cancelled(f"bridge {connection.epoch} was given up for {self._epoch}")
+        self._use_bridge(bridge)
+
+    def _use_bridge(self, bridge: Bridge) -> None:
         self._bridge = bridge
         if self._prefill is not None:
             self._prefill.use_bridge(bridge)
@@ -286,6 +360,7 @@ class Rank:
                 find=self._decode.find,
                 on_landed=lambda landed: self._notify("landed", landed),
                 on_failed=lambda failed: self._notify("failed", failed),
+                on_broken=self._break,
             )
 
     def _join_bridge(self, connection: ConnectBridge) -> Bridge:
@@ -300,11 +375,14 @@ class Rank:
         )
 
     def _leave_bridge(self) -> None:
-        if self._landing is not None:
-            self._landing.close()
-        elif self._bridge is not None:
-            self._bridge.close()
-        self._landing = self._bridge = None
+        bridge, landing = self._bridge, self._landing
+        self._bridge = self._landing = None
+        if self._prefill is not None:
+            self._prefill.use_bridge(None)
+        if landing is not None:
+            landing.close()
+        elif bridge is not None:
+            bridge.close()
 
     # --- to the router ---------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class RpcThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpc", daemon=True)
         self._calls: list[Callable[[], None]] = []
         self._calls_lock = threading.Lock()
+        self._closed = False
         self._server: RpcServer | None = None
 
     def start(self, host: str) -> tuple[str, int]:
@@ -62,12 +63,18 @@ class RpcThread:
         return await self._server.start(host)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Run on the loop, in order, from any thread; the loop is woken once per burst."""
+        """Run on the loop, in order, from any thread; the loop is woken once per burst.
+
+        Nothing happens once this is closed.
+        """
         with self._calls_lock:
             self._calls.append(call)
-            first = len(self._calls) == 1
-        if first:
-            self._loop.call_soon_threadsafe(self._run_calls)
+            if len(self._calls) == 1 and not self._closed:
+                self._loop.call_soon_threadsafe(self._run_calls)
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Run on the loop after a while, unless this is closed by then; from the loop only."""
+        self._loop.call_later(delay_s, call)
 
     def _run_calls(self) -> None:
         with self._calls_lock:
@@ -103,11 +110,15 @@ class RpcThread:
         return await done
 
     def close(self) -> None:
-        """Hang up and end the thread."""
+        """Hang up and end the thread. Only once."""
         if self._server is not None:
             closing = asyncio.run_coroutine_threadsafe(
                 self._server.close(CLOSE_GRACE_S), self._loop
             )
             closing.result(START_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_S)
+        with self._calls_lock:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.is_alive():
+            self._thread.join(START_S)
+        self._loop.close()

@@ -15,7 +15,10 @@ span       a range [start, stop) of token positions of one request
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
+
+from csps.protocols.csa import CsaPlan
 
 SCHEMA_VERSION = 1
 
@@ -158,10 +161,25 @@ class PrefillJob:
     pieces: tuple[PrefillPiece, ...]
     tokens: bytes = b""
     strategy: str = "ulysses"
+    csa: CsaPlan | None = None
+    """How strategies that attend sparsely do so; "csa" needs it, and whole prompts."""
     urgent: bool = False
     """May run between two layers of a running job that is not urgent."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the first piece's request."""
+
+    def __post_init__(self) -> None:
+        if self.csa is None:
+            if self.strategy == "csa":
+                raise ValueError("strategy 'csa' without a plan")
+            return
+        if len(self.csa.locations) != len(self.group):
+            raise ValueError(
+                f"{len(self.csa.locations)} locations for a group of {len(self.group)}"
+            )
+        if any(piece.history for piece in self.pieces):
+            raise ValueError("sparse attention takes whole prompts, not chunks with history")
+        self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])
 
 
 @dataclass(frozen=True, kw_only=True)

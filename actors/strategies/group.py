@@ -122,6 +122,15 @@ class HeadSplit:
             return slice(0, 0)
         return slice(share.start // group, (share.stop - 1) // group + 1)
 
+    def query_count(self, part: int) -> int:
+        """Number of a member's query heads."""
+        return len(even_share(self.heads, self.parts, part))
+
+    def key_count(self, part: int) -> int:
+        """Number of KV heads that the member's query heads read."""
+        keys = self.keys(part)
+        return int(keys.stop - keys.start)
+
     def uniform_runs(self, part: int) -> list[tuple[slice, slice]]:
         """Local (query heads, KV heads) pairs in which every KV head serves equally many queries.
 

@@ -19,9 +19,10 @@ from csps.actors.mesh import Pending, Tag
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
 from csps.actors.strategies.strategy import Keep
 from csps.kernels.attention import attention
+from csps.kernels.positions import Positions
 from csps.models.network import Layer
 from csps.models.rope import Rotary
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.messages import PrefillPiece, Span
 
 
 class Ulysses:
@@ -51,12 +52,16 @@ class Ulysses:
         """
         if self._group.size == 1:
             return self._whole_sequences(layer, q_thd, k_thd, v_thd).to(q_thd.dtype)
-        rows = self._first_exchange(q_thd, k_thd, v_thd)
-        history = self._history_exchange(layer)
+        rows, first = self._first_exchange(q_thd, k_thd, v_thd)
+        history, second = self._history_exchange(layer)
+        with self._group.clock.communicating():
+            Pending.all((first, second)).wait()
         out_thd = self._batch_attention(rows, history).to(q_thd.dtype)
         return self._second_exchange(out_thd, q_thd)
 
-    def _first_exchange(self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+    def _first_exchange(
+        self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor
+    ) -> tuple[Tensor, Pending]:
         """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""
         group, own = self._group, self._group.member
         gathered = q_thd.new_empty(group.total_rows, self._width(own), q_thd.shape[-1])
@@ -67,19 +72,16 @@ class Ulysses:
         recvs = [(group.peers[member], gathered[group.rows_of(member)]) for member in group.others]
         pending = group.mesh.exchange(sends, recvs, Tag.FIRST_EXCHANGE)
         gathered[group.rows_of(own)] = self._pack(own, q_thd, k_thd, v_thd)
-        with group.clock.communicating():
-            pending.wait()
-        return gathered
+        return gathered, pending
 
     def _pack(self, member: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         queries, keys = self._split.queries(member), self._split.keys(member)
         return torch.cat((q_thd[:, queries], k_thd[:, keys], v_thd[:, keys]), dim=1)
 
     def _width(self, member: int) -> int:
-        queries, keys = self._split.queries(member), self._split.keys(member)
-        return queries.stop - queries.start + 2 * (keys.stop - keys.start)
+        return self._split.query_count(member) + 2 * self._split.key_count(member)
 
-    def _history_exchange(self, layer: int) -> list[list[Tensor]]:
+    def _history_exchange(self, layer: int) -> tuple[list[list[Tensor]], Pending]:
         """Per piece, the members' history of own heads as (tokens, 2, kv heads, d)."""
         pieces = self._group.job.pieces
         received = [self._history_buffers(piece) for piece in pieces]
@@ -88,17 +90,14 @@ class Ulysses:
             for piece, buffers in zip(pieces, received, strict=True)
             if piece.history
         ]
-        with self._group.clock.communicating():
-            Pending.all(pending).wait()
-        return received
+        return received, Pending.all(pending)
 
     def _history_buffers(self, piece: PrefillPiece) -> list[Tensor]:
-        keys = self._split.keys(self._group.member)
         lengths = [
             sum(span.length for span in self._group.history_of(piece, member))
             for member in range(self._group.size)
         ]
-        shape = (2, keys.stop - keys.start, self._pool.head_dim)
+        shape = (2, self._split.key_count(self._group.member), self._pool.head_dim)
         return [self._pool.k.new_empty(length, *shape) for length in lengths]
 
     def _exchange_piece(self, layer: int, piece: PrefillPiece, buffers: list[Tensor]) -> Pending:
@@ -122,9 +121,10 @@ class Ulysses:
 
     def _batch_attention(self, rows: Tensor, history: list[list[Tensor]]) -> Tensor:
         """fp32 outputs of all rows for own heads, (T, own q, d)."""
-        own, keys = self._split.queries(self._group.member), self._split.keys(self._group.member)
-        width, kv_width = own.stop - own.start, keys.stop - keys.start
-        q_all, k_all, v_all = rows.split((width, kv_width, kv_width), dim=1)
+        heads = self._split.query_count(self._group.member)
+        kv_heads = self._split.key_count(self._group.member)
+        q_all = rows[:, :heads]
+        k_all, v_all = rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
         outs, begin = [], 0
         for piece, held in zip(self._group.job.pieces, history, strict=True):
             piece_rows = slice(begin, begin + piece.length)
@@ -137,19 +137,24 @@ class Ulysses:
 
     def _with_history(
         self, piece: PrefillPiece, held: list[Tensor], k_thd: Tensor, v_thd: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chunk = torch.arange(piece.start, piece.start + piece.length)
+    ) -> tuple[Tensor, Tensor, Positions]:
+        """Keys and values of the history, as the members sent them, before the chunk's own."""
         if not piece.history:
-            return k_thd, v_thd, chunk
+            return k_thd, v_thd, _chunk_positions(piece)
         spans = [s for m in range(self._group.size) for s in self._group.history_of(piece, m)]
+        spans.append(Span(start=piece.start, stop=piece.start + piece.length))
         k = torch.cat([part[:, 0] for part in held] + [k_thd])
         v = torch.cat([part[:, 1] for part in held] + [v_thd])
-        return k, v, torch.cat((span_positions(spans), chunk))
+        return k, v, span_positions(spans).to(k.device)
 
     def _by_uniform_heads(
-        self, piece: PrefillPiece, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, k_positions: Tensor
+        self,
+        piece: PrefillPiece,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        k_positions: Positions,
     ) -> Tensor:
-        q_positions = torch.arange(piece.start, piece.start + piece.length)
         if not q_thd.shape[1]:
             return q_thd.float()
         outs = [
@@ -157,7 +162,7 @@ class Ulysses:
                 q_thd[:, queries],
                 k_thd[:, keys],
                 v_thd[:, keys],
-                q_positions=q_positions,
+                q_positions=_chunk_positions(piece),
                 k_positions=k_positions,
                 scale=self._scale,
             )[0]
@@ -182,7 +187,7 @@ class Ulysses:
         parts = [
             out_thd[group.rows_of(group.member)]
             if member == group.member
-            else q_thd.new_empty(q_thd.shape[0], self._query_width(member), q_thd.shape[-1])
+            else q_thd.new_empty(q_thd.shape[0], self._split.query_count(member), q_thd.shape[-1])
             for member in range(group.size)
         ]
         sends = [(group.peers[m], out_thd[group.rows_of(m)].contiguous()) for m in group.others]
@@ -191,6 +196,6 @@ class Ulysses:
             group.mesh.exchange(sends, recvs, Tag.SECOND_EXCHANGE).wait()
         return torch.cat(parts, dim=1)
 
-    def _query_width(self, member: int) -> int:
-        queries = self._split.queries(member)
-        return queries.stop - queries.start
+
+def _chunk_positions(piece: PrefillPiece) -> range:
+    return range(piece.start, piece.start + piece.length)

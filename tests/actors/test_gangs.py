@@ -1,43 +1,180 @@
-"""The engine over real gangs of processes, against transformers' greedy tokens."""
+"""Gangs against transformers: the same greedy tokens, and logits within 1e-4."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from gang_processes import even_shares, running_cell
-from tiny_checkpoints import make_checkpoint, reference_tokens
+import torch
+from gang_cell import Request, even_shares, job_of, prompt_of, shares_at
+from gang_threads import ThreadCell, thread_cell
+from greedy_reference import greedy, greedy_tokens
+from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
 
 from csps.protocols.messages import Sampling
 
-GREEDY = Sampling(temperature=0, max_tokens=8)
+TOKENS = 5
+EVERYTHING = Sampling(temperature=0, max_tokens=TOKENS, logprobs=VOCAB)
 
 
-def prompt_of(length: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, length).astype("<i4")
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of every family."""
+    return {family: make_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Instances and tensor parallelism of both gangs."""
+
+    prefill: int
+    prefill_tp: int
+    decode: int
+    decode_tp: int
+
+    def __str__(self) -> str:
+        return f"{self.prefill}x{self.prefill_tp}-{self.decode}x{self.decode_tp}"
+
+
+COVERING = [
+    ("llama", Layout(1, 1, 1, 1)),
+    ("llama", Layout(3, 1, 2, 1)),  # heads do not divide
+    ("llama", Layout(4, 2, 1, 2)),  # fewer heads than members
+    ("mistral", Layout(2, 1, 3, 1)),
+    ("qwen2", Layout(2, 2, 1, 1)),
+    ("qwen3", Layout(2, 1, 2, 2)),
+    ("glm", Layout(4, 1, 2, 1)),
+    ("internlm2", Layout(1, 2, 2, 1)),
+]
+
+
+def all_layouts() -> Iterator[tuple[str, Layout]]:
+    """What the default suite leaves out."""
+    sizes = itertools.product((1, 2, 3, 4), (1, 2), (1, 2, 3), (1, 2))
+    for family, size in itertools.product(FAMILIES, sizes):
+        if (family, Layout(*size)) not in COVERING:
+            yield family, Layout(*size)
+
+
+@pytest.mark.parametrize(("family", "layout"), COVERING, ids=str)
+async def test_tokens_and_logits_equal_transformers(
+    checkpoints: dict[str, Path], family: str, layout: Layout
+) -> None:
+    await check_layout(checkpoints[family], layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), list(all_layouts()), ids=str)
+async def test_tokens_and_logits_equal_transformers_everywhere(
+    checkpoints: dict[str, Path], family: str, layout: Layout
+) -> None:
+    await check_layout(checkpoints[family], layout)
+
+
+async def check_layout(model: Path, layout: Layout) -> None:
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
+    requests = [
+        Request(
+            rid=rid,
+            prompt=prompt,
+            shares=even_shares(len(prompt), range(layout.decode)),
+            master=rid % layout.decode,
+            sampling=EVERYTHING,
+        )
+        for rid, prompt in enumerate(prompts)
+    ]
+    async with thread_cell(
+        model,
+        prefill=layout.prefill,
+        prefill_tp=layout.prefill_tp,
+        decode=layout.decode,
+        decode_tp=layout.decode_tp,
+    ) as cell:
+        answers = await cell.generate(*requests, group=range(layout.prefill))
+        for request, answer in zip(requests, answers, strict=True):
+            expected, logprobs = greedy(model, request.prompt.tolist(), TOKENS)
+            assert answer == expected
+            torch.testing.assert_close(
+                distribution(cell, request.rid), logprobs, atol=1e-4, rtol=0.0
+            )
+        await cell.freed(*range(len(requests)))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+def distribution(cell: ThreadCell, rid: int) -> torch.Tensor:
+    """(tokens, vocab) log-probabilities that a request's tokens were drawn from."""
+    table = torch.full((len(cell.tokens(rid)), VOCAB), torch.nan)
+    for draw in cell.draws(rid):
+        for it in draw.top_logprobs:
+            table[draw.index, it.token] = it.logprob
+    return table
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "prefill_tp", "decode_tp"),
-    [(1, 1, 1, 1), (2, 2, 1, 1), (3, 3, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)],
+    ("group", "bounds"),
+    [
+        ((1,), (0, 40)),
+        ((2, 0), (0, 3, 40)),
+        ((0, 1, 2), (0, 0, 39, 40)),  # a member without rows, another with one
+        ((2, 1, 0), (0, 40, 40, 40)),
+    ],
 )
-async def test_greedy_tokens_equal_transformers(
-    tmp_path: Path, prefill: int, decode: int, prefill_tp: int, decode_tp: int
+async def test_any_group_in_any_order_with_any_bounds(
+    tiny_llama: Path, group: tuple[int, ...], bounds: tuple[int, ...]
 ) -> None:
-    model = make_checkpoint(tmp_path)
-    prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 5, 30))]
-    expected = [reference_tokens(model, prompt.tolist(), GREEDY.max_tokens) for prompt in prompts]
-    async with running_cell(
-        model, prefill=prefill, decode=decode, prefill_tp=prefill_tp, decode_tp=decode_tp
-    ) as cell:
-        answers = await cell.generate(
-            [(rid, prompt, GREEDY) for rid, prompt in enumerate(prompts)],
-            group=range(prefill),
-            decode_shares=[even_shares(len(prompt), range(decode)) for prompt in prompts],
-            masters=[rid % decode for rid in range(len(prompts))],
-        )
-        assert answers == expected
-        await cell.until(lambda: len(cell.log["freed"]) == len(prompts) * decode * decode_tp)
-        await cell.until(lambda: len(cell.log["prefill_done"]) == prefill * prefill_tp)
-        assert set(await cell.used_slots()) == {0}
+    prompt = prompt_of(40)
+    async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
+        request = Request(rid=1, prompt=prompt, shares=even_shares(40, [0]))
+        answers = await cell.generate(request, group=group, bounds=bounds)
+        assert answers == [greedy_tokens(tiny_llama, prompt.tolist(), 6)]
+        await cell.freed(1)
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+async def test_kv_shares_are_uneven_and_in_any_order(tiny_llama: Path) -> None:
+    """Spans of one instance need not be neighbours, and the master may hold none of the prompt."""
+    prompts = [prompt_of(50, seed) for seed in range(3)]
+    placements = [
+        (shares_at([0, 1, 20, 21, 50], [2, 0, 2, 1]), 0),
+        (shares_at([0, 50], [2]), 1),
+        (tuple(reversed(shares_at([0, 10, 45, 50], [0, 1, 0]))), 2),
+    ]
+    async with thread_cell(tiny_llama, prefill=2, decode=3) as cell:
+        requests = [
+            Request(rid=rid, prompt=prompt, shares=shares, master=master)
+            for rid, (prompt, (shares, master)) in enumerate(zip(prompts, placements, strict=True))
+        ]
+        answers = await cell.generate(*requests, group=(0, 1))
+        assert answers == [greedy_tokens(tiny_llama, it.tolist(), 6) for it in prompts]
+        await cell.freed(0, 1, 2)
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> None:
+    """Every request starts once the one before has drawn its third token, and ends before it."""
+    prompts = [prompt_of(20 + seed, seed) for seed in range(4)]
+    lengths = [30, 20, 12, 5]
+    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
+        for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            request = Request(
+                rid=rid,
+                prompt=prompt,
+                shares=even_shares(len(prompt), [0, 1]),
+                master=rid % 2,
+                sampling=Sampling(temperature=0, max_tokens=length),
+            )
+            await cell.reserve(request)
+            cell.submit(job_of([request.piece()], [0]), prompt)
+            await cell.join(request)
+            await cell.until(lambda rid=rid: len(cell.tokens(rid)) >= 3)
+        await cell.until(lambda: all(cell.finished(rid) for rid in range(4)))
+        for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), length)
+        await cell.freed(*range(4))
+        cell.check_idle()

@@ -1,0 +1,130 @@
+"""All-gather of rows as a stream of micro-partitions (CSPS §3.2.4, §3.2.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+
+from torch import Tensor
+
+from csps.actors.collectives.background import Background, Task
+from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.mesh import Tag
+from csps.actors.transfers import Label, Transfer, Transfers
+
+
+class RowGather:
+    """Rows on their way to all who compute with them.
+
+    Everything is under way from the start, nearby members' rows first. `wait` in any order, best
+    from near to far; the context ends when this member has passed on what others get from it.
+
+    Shapes: t rows that this member holds, T rows of the batch, d columns.
+    """
+
+    def __init__(
+        self,
+        shards: RowShards,
+        held_td: Tensor,
+        parts: Sequence[RowPart],
+        transfers: Transfers,
+        *,
+        layer: int | None = None,
+    ) -> None:
+        self._shards = shards
+        self._member = shards.member
+        self._transfers = transfers
+        self._layer = layer
+        self.rows_td = held_td.new_empty(shards.total_rows, held_td.shape[1])
+        """All rows; undefined where no `wait` has returned."""
+        self.rows_td[shards.held] = held_td
+        self._arrivals: dict[RowPart, Transfer] = {}
+        self._relays: dict[RowPart, Task[None]] = {}
+        self._background = Background(held_td.device, "row-relay")
+        self._start(parts)
+
+    def __enter__(self) -> RowGather:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                for relay in self._relays.values():
+                    relay.result()
+        finally:
+            self._background.close()
+
+    def wait(self, part: RowPart) -> None:
+        """Until the part's rows are in `rows_td`; returns at once for rows held from the start.
+
+        Raises:
+            RuntimeError: a peer died.
+        """
+        if part in self._arrivals:
+            self._transfers.wait(self._arrivals[part])
+        if part in self._relays:
+            self._relays[part].result()
+
+    def _start(self, parts: Sequence[RowPart]) -> None:
+        # In the same order on every rank, as NCCL demands. First parts of all owners before any
+        # second one: arrivals are noticed in the order in which they were begun.
+        parts = sorted(parts, key=lambda part: part.index)
+        for part in parts:
+            self._start_star(part, near=True)
+        for part in parts:
+            self._start_star(part, near=False)
+            self._start_relay(part)
+
+    def _start_star(self, part: RowPart, *, near: bool) -> None:
+        """From the owner to the members next to it, of its own server or of others."""
+        tree, servers = self._shards.gather_trees[part.owner], self._shards.servers
+        children = [
+            child
+            for child in tree.children_of(part.owner)
+            if (servers[child] == servers[part.owner]) == near
+        ]
+        if self._member == part.owner:
+            self._send(part, children, Tag.ROWS)
+        elif self._member in children:
+            self._arrivals[part] = self._receive(part, part.owner, Tag.ROWS)
+
+    def _start_relay(self, part: RowPart) -> None:
+        """From a gate to the members behind it."""
+        tree = self._shards.gather_trees[part.owner]
+        parent, children = tree.parents.get(self._member), tree.children_of(self._member)
+        if parent is not None and parent != part.owner:
+            self._arrivals[part] = self._receive(part, parent, Tag.RELAYED_ROWS)
+        elif parent is not None and children:
+            self._relays[part] = self._background.submit(partial(self._relay, part, children))
+
+    def _relay(self, part: RowPart, children: Sequence[int]) -> None:
+        self._arrivals[part].received.result()
+        self._send(part, children, Tag.RELAYED_ROWS)
+
+    def _send(self, part: RowPart, members: Sequence[int], tag: Tag) -> None:
+        rows_td, ranks = self.rows_td[part.rows], self._shards.ranks
+        if members:
+            sends = [(ranks[member], rows_td) for member in members]
+            self._transfers.start(sends, [], tag, self._label(part))
+
+    def _receive(self, part: RowPart, member: int, tag: Tag) -> Transfer:
+        source = (self._shards.ranks[member], self.rows_td[part.rows])
+        return self._transfers.start([], [source], tag, self._label(part))
+
+    def _label(self, part: RowPart) -> Label:
+        return Label(phase="all-gather", layer=self._layer, micro=part.index)
+
+
+def all_gather(shards: RowShards, held_td: Tensor, transfers: Transfers) -> Tensor:
+    """All rows of the batch (T, d), on every member that takes them."""
+    parts = tuple(shards.parts(1))
+    with RowGather(shards, held_td, parts, transfers) as gather:
+        for part in parts:
+            gather.wait(part)
+    return gather.rows_td

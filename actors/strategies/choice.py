@@ -1,0 +1,48 @@
+"""From the name in a job to the strategy that runs it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from csps.actors.csa.schedule import DropSchedule
+from csps.actors.csa.strategy import Csa
+from csps.actors.engine import Engine
+from csps.actors.strategies.gathered_weights import GatheredWeights
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.sp_tp import SpTp
+from csps.actors.strategies.strategy import Strategy
+from csps.actors.strategies.ulysses import Ulysses
+
+
+def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
+    """The strategy of the group's job, to be entered for the job's duration."""
+    name = group.job.strategy
+    if name == "ulysses":
+        return nullcontext(_ulysses(group, engine))
+    if name == "gathered_weights":
+        return GatheredWeights(group, engine)
+    if name in ("sp_tp", "sp_tp_flat"):
+        return SpTp(group, engine, group.job.csa, hierarchical=name == "sp_tp")
+    assert name == "csa", f"unknown strategy {name}"
+    return _csa(group, engine)
+
+
+def _ulysses(group: SpGroup, engine: Engine) -> Ulysses:
+    return Ulysses(
+        group,
+        engine.pool,
+        heads=engine.heads,
+        kv_heads=len(engine.kv_heads),
+        scale=engine.spec.scale,
+    )
+
+
+def _csa(group: SpGroup, engine: Engine) -> Csa:
+    assert group.job.csa is not None, "the job has been checked"
+    schedule = DropSchedule(
+        plan=group.job.csa,
+        layers=engine.spec.layers,
+        kv_heads=engine.kv_heads,
+        total_kv_heads=engine.spec.kv_heads,
+    )
+    return Csa(group, schedule, heads=engine.heads, scale=engine.spec.scale)

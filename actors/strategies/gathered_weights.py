@@ -1,0 +1,179 @@
+"""SP-NTP on a tensor-parallel deployment (CSPS §3.2.2, App. A).
+
+    attention weights of the layer, all heads  <--all-gather-- shards of the instance's ranks,
+                                                 one layer ahead of the computing
+    q, k, v of own rows, all heads  --first exchange-->  all rows, own heads
+    attention over the whole batch
+    outputs of all rows, own heads  --second exchange--> own rows, all heads
+    output projection of own rows   --all-gather-->      rows of the instance
+
+The rows are sharded over all ranks of the job's instances. The MLP's weights stay sharded: they
+are several times as many as attention's, and would have to be gathered for each layer as well. So
+the MLP wants what it always does on a tensor-parallel instance, all of the instance's rows on each
+of its ranks, which the last all-gather provides; the sum over the instance after the MLP then
+leaves them there for the next layer. To scatter that sum and gather before the MLP would move the
+same bytes; to scatter it and not gather at all is only possible without a sharded MLP.
+
+KV stays where its rows lie, each rank holding its KV heads of the instance's rows. They are
+computed from rows and weights that the rank has, which repeats the KV projection once.
+
+Shapes: t rows of the instance, s own shard of them, T rows of the batch.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from csps.actors.collectives.row_gather import all_gather
+from csps.actors.collectives.row_tree import flat_tree
+from csps.actors.engine import Engine
+from csps.actors.mesh import Tag
+from csps.actors.strategies.gathered_layers import GatheredLayers
+from csps.actors.strategies.group import HeadSplit, SpGroup
+from csps.actors.strategies.head_history import HeadHistory, HeadHolder, HistoryUnderWay
+from csps.actors.strategies.rank_shards import instance_shards, rank_shards
+from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
+from csps.actors.strategies.strategy import Keep
+from csps.actors.transfers import Label, Transfers
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+from csps.models.spec import kv_head_range
+
+
+class GatheredWeights:
+    """Exact attention of one job; one object per job and rank, entered for the job's duration."""
+
+    def __init__(self, group: SpGroup, engine: Engine) -> None:
+        self._group = group
+        self._engine = engine
+        everyone = [True] * group.size
+        self._shards = rank_shards(
+            group, servers=[0] * group.size, computing=everyone, tree=flat_tree
+        )
+        spec = engine.spec
+        self._split = HeadSplit(
+            heads=spec.heads, kv_heads=spec.kv_heads, parts=len(self._shards.ranks)
+        )
+        self._history = HeadHistory(group, engine.pool, self._holders())
+        self._transfers = Transfers(group.mesh, group.clock)
+        self._layers = GatheredLayers(engine, self._transfers)
+
+    def __enter__(self) -> GatheredWeights:
+        self._transfers.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._transfers.__exit__(kind, error, trace)
+
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
+    ) -> Tensor:
+        """See `Strategy`."""
+        history = self._history.start(index, self._transfers)
+        whole = self._layers.layer(index)
+        # The last layer is computed by rows and wants no strategy: nothing to fetch for it.
+        if index + 2 < self._engine.spec.layers:
+            self._layers.prefetch(index + 1)
+        keep(index, *layer.keys_and_values(x_td, rotary))
+        own = self._own_rows()
+        q_shd, k_sgd, v_sgd = whole.qkv(x_td[own], rotary[own])
+        out_shd = self._attend(index, q_shd, k_sgd, v_sgd, history)
+        x_sd = whole.attention_output(x_td[own], out_shd)
+        return all_gather(instance_shards(self._group), x_sd, self._transfers)
+
+    def _own_rows(self) -> slice:
+        """Of this rank, among the instance's."""
+        first = self._shards.bounds[self._shards.member - self._engine.tp_rank]
+        rows = self._shards.rows_of(self._shards.member)
+        return slice(rows.start - first, rows.stop - first)
+
+    # --- attention -----------------------------------------------------------------------------
+
+    def _attend(
+        self,
+        index: int,
+        q_shd: Tensor,
+        k_sgd: Tensor,
+        v_sgd: Tensor,
+        history: dict[int, HistoryUnderWay],
+    ) -> Tensor:
+        """Attention output of own rows, all heads, in q's dtype."""
+        member = self._shards.member
+        rows = self._first_exchange(index, q_shd, k_sgd, v_sgd)
+        heads, kv_heads = self._split.query_count(member), self._split.key_count(member)
+        if not heads:
+            return self._second_exchange(index, rows)
+        attention = RowAttention(
+            self._group.job.pieces,
+            [HeadBlock(*run) for run in self._split.uniform_runs(member)],
+            *rows.split_with_sizes((heads, kv_heads, kv_heads), dim=1),
+            scale=self._engine.spec.scale,
+        )
+        everything = 0, self._shards.total_rows
+        for piece, under_way in history.items():
+            attention.attend_history(piece, everything, *under_way.arrived(self._transfers))
+        attention.attend(everything, everything)
+        return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
+
+    def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
+        """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""
+        shards, split = self._shards, self._split
+
+        def pack(member: int) -> Tensor:
+            keys = split.keys(member)
+            return torch.cat((q_shd[:, split.queries(member)], k_sgd[:, keys], v_sgd[:, keys]), 1)
+
+        own = shards.member
+        width = split.query_count(own) + 2 * split.key_count(own)
+        gathered = q_shd.new_empty(shards.total_rows, width, q_shd.shape[2])
+        others = [m for m in range(len(shards.ranks)) if m != own]
+        transfer = self._transfers.start(
+            [(shards.ranks[m], pack(m)) for m in others],
+            [(shards.ranks[m], gathered[shards.rows_of(m)]) for m in others],
+            Tag.FIRST_EXCHANGE,
+            Label(phase="first all-to-all", layer=index),
+        )
+        gathered[shards.rows_of(own)] = pack(own)
+        self._transfers.wait(transfer)
+        return gathered
+
+    def _second_exchange(self, index: int, out_Thd: Tensor) -> Tensor:
+        """Own rows of all heads, from all rows of own heads."""
+        shards, own = self._shards, self._shards.member
+        rows, dim = shards.rows_of(own), out_Thd.shape[2]
+        parts = [
+            out_Thd[rows]
+            if m == own
+            else out_Thd.new_empty(rows.stop - rows.start, self._split.query_count(m), dim)
+            for m in range(len(shards.ranks))
+        ]
+        others = [m for m in range(len(parts)) if m != own]
+        transfer = self._transfers.start(
+            [(shards.ranks[m], out_Thd[shards.rows_of(m)]) for m in others],
+            [(shards.ranks[m], parts[m]) for m in others],
+            Tag.SECOND_EXCHANGE,
+            Label(phase="second all-to-all", layer=index),
+        )
+        self._transfers.wait(transfer)
+        return torch.cat(parts, dim=1)
+
+    def _holders(self) -> list[HeadHolder]:
+        layout, spec = self._group.layout, self._engine.spec
+        everything = range(spec.kv_heads)
+        return [
+            HeadHolder(
+                rank=rank,
+                instance=layout.instance_of(rank),
+                held=kv_head_range(spec, layout.tp_rank_of(rank), layout.tp),
+                wanted=everything[self._split.keys(member)],
+            )
+            for member, rank in enumerate(self._shards.ranks)
+        ]

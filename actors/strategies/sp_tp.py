@@ -1,0 +1,228 @@
+"""SP-TP: rows are gathered, heads are sharded, outputs are reduced (CSPS §3.2.1, Fig. 4).
+
+    x of own rows --all-gather--> x of all rows
+    QKV and causal attention of own heads over the whole batch
+    these heads' part of the output projection --reduce-scatter--> own rows
+
+Works on deployments with and without tensor parallelism. The group's members are all ranks of the
+job's instances: without, each takes a slice of the heads that it has whole; with, each instance's
+share of the rows is cut over its ranks once more, and a rank's share of the heads over the
+instances. What is gathered is the residual stream: as many bytes as its norm would be, which
+everyone then takes for all rows (a pass over memory, no product).
+
+KV stays where its rows lie: keys and values of own rows for the pool are computed beside the
+attention, from rows and weights that are here anyway. That repeats an N-th of a member's KV
+projection for all N of them; an exchange of KV would cost more on any wire.
+
+Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import TracebackType
+
+from torch import Tensor
+
+from csps.actors.collectives.row_gather import RowGather, all_gather
+from csps.actors.collectives.row_reduce import RowReduce
+from csps.actors.collectives.row_tree import flat_tree, server_tree
+from csps.actors.csa.geometry import LevelGeometry, spanning_parts
+from csps.actors.csa.schedule import DropSchedule
+from csps.actors.engine import Engine
+from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
+from csps.actors.strategies.head_history import HeadHistory, HeadHolder, HistoryUnderWay
+from csps.actors.strategies.rank_shards import instance_shards, rank_shards
+from csps.actors.strategies.sp_tp_attention import HeadBlock
+from csps.actors.strategies.sp_tp_far_keys import FarKeys, FarParts
+from csps.actors.strategies.sp_tp_layer import SpTpLayer
+from csps.actors.strategies.sp_tp_schedule import Step, near_to_far, one_after_another
+from csps.actors.strategies.strategy import Keep
+from csps.actors.transfers import Transfers
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+from csps.models.spec import kv_head_range
+from csps.protocols.csa import CsaPlan
+from csps.protocols.errors import ConfigError
+from csps.protocols.messages import Span
+
+
+class SpTp:
+    """One object per job and rank, entered for the job's duration.
+
+    Without a plan it is exact, not pipelined, and takes all members to share a server. The plan
+    adds locations, pipelining, its first level's micro-partitions, and which far keys are left
+    out; every query is computed, whatever the plan says of queries.
+    """
+
+    def __init__(
+        self, group: SpGroup, engine: Engine, plan: CsaPlan | None, *, hierarchical: bool = True
+    ) -> None:
+        if plan is not None and plan.nested:
+            raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
+        self._group = group
+        self._engine = engine
+        self._plan = plan
+        self._schedule = None if plan is None else _schedule(plan, engine)
+        self._split = HeadSplit(heads=engine.heads, kv_heads=len(engine.kv_heads), parts=group.size)
+        self._shards = rank_shards(
+            group,
+            servers=self._servers,
+            computing=[self._split.query_count(member) > 0 for member in range(group.size)],
+            tree=server_tree if hierarchical else flat_tree,
+        )
+        self._history = HeadHistory(group, engine.pool, self._holders())
+        self._transfers = Transfers(group.mesh, group.clock)
+        self._importance: Mapping[int, Tensor] = {}
+        self._steps: dict[int, tuple[Step, ...]] = {}
+
+    def __enter__(self) -> SpTp:
+        self._transfers.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._transfers.__exit__(kind, error, trace)
+
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
+    ) -> Tensor:
+        """See `Strategy`."""
+        parts = tuple(self._shards.parts(self._micro_partitions(index)))
+        like_d = x_td.new_empty(x_td.shape[1])
+        gather = RowGather(self._shards, x_td, parts, self._transfers, layer=index)
+        reduce = RowReduce(self._shards, like_d, parts, self._transfers, layer=index)
+        with gather, reduce:
+            history = self._history.start(index, self._transfers)
+            keep(index, *layer.keys_and_values(x_td, rotary))
+            if self._split.query_count(self._group.member):
+                work = self._layer(index, layer, gather.rows_td, history)
+                work.run(self._planned(index), gather, reduce, self._transfers)
+                self._importance = self._judged(index, work)
+            sum_td = reduce.result()
+        return layer.add_output(x_td, self._instance_rows(sum_td))
+
+    # --- one layer -----------------------------------------------------------------------------
+
+    def _layer(
+        self, index: int, layer: Layer, rows_td: Tensor, history: Mapping[int, HistoryUnderWay]
+    ) -> SpTpLayer:
+        queries = self._split.queries(self._group.member)
+        keys = self._split.keys(self._group.member)
+        return SpTpLayer(
+            self._group,
+            layer.of_heads(queries, keys),
+            rows_td,
+            self._rotary,
+            blocks=[HeadBlock(*run) for run in self._split.uniform_runs(self._group.member)],
+            history=history,
+            far_keys=self._far_keys(index),
+            index=index,
+        )
+
+    def _planned(self, index: int) -> tuple[Step, ...]:
+        """Steps of a layer, planned once for all layers of as many micro-partitions."""
+        micro = self._micro_partitions(index)
+        if micro not in self._steps:
+            parts = tuple(self._shards.parts(micro))
+            pipelined = self._plan is not None and self._plan.pipelined
+            steps = near_to_far(parts, self._distances) if pipelined else one_after_another(parts)
+            self._steps[micro] = tuple(steps)
+        return self._steps[micro]
+
+    def _micro_partitions(self, index: int) -> int:
+        if self._plan is None or not self._plan.pipelined:
+            return 1
+        return self._plan.layer_group(index).micro(1)
+
+    def _instance_rows(self, sum_td: Tensor) -> Tensor:
+        """The tensor-parallel ranks of an instance all go on with all of its rows: its MLP is cut
+        by columns and sums over the instance."""
+        if self._group.layout.tp == 1:
+            return sum_td
+        return all_gather(instance_shards(self._group), sum_td, self._transfers)
+
+    # --- sparse attention ----------------------------------------------------------------------
+
+    def _far_keys(self, index: int) -> FarKeys | None:
+        schedule = self._schedule
+        if schedule is None or not schedule.drops(index):
+            return None
+        return FarKeys(
+            self._far_parts,
+            schedule,
+            self._group.job.pieces,
+            layer=index,
+            kv_heads=self._split.keys(self._group.member),
+            importance=self._importance,
+        )
+
+    def _judged(self, index: int, work: SpTpLayer) -> Mapping[int, Tensor]:
+        """By piece that spans members, what the next layer chooses by; nothing if it keeps all."""
+        schedule = self._schedule
+        if schedule is None or not schedule.drops(index + 1):
+            return {}
+        pieces = {part.piece for part in self._far_parts.parts.values()}
+        window = schedule.plan.importance_window
+        with self._group.clock.timeline.phase("importance", layer=index):
+            return {piece: work.attention.importance(piece, window) for piece in sorted(pieces)}
+
+    @cached_property
+    def _far_parts(self) -> FarParts:
+        assert self._plan is not None
+        job = self._group.job
+        parts = spanning_parts(job.pieces, job.bounds)
+        return FarParts(LevelGeometry(parts=parts, levels=self._plan.segments()), job.bounds)
+
+    # --- the group -----------------------------------------------------------------------------
+
+    @cached_property
+    def _rotary(self) -> Rotary:
+        """Of all rows of the batch."""
+        pieces = self._group.job.pieces
+        spans = [Span(start=p.start, stop=p.start + p.length) for p in pieces]
+        return self._engine.network.rotary(span_positions(spans).to(self._engine.device))
+
+    @property
+    def _servers(self) -> list[tuple[int, int]]:
+        """Of each instance of the group."""
+        if self._plan is None:
+            return [(0, 0)] * self._group.size
+        return [(place.rack, place.server) for place in self._plan.topology.locations]
+
+    @cached_property
+    def _distances(self) -> list[int]:
+        """Of each owner of rows: 0 its rows are here, 1 same server, 2 same rack, 3 beyond."""
+        own = self._servers[self._group.member]
+        distances = [
+            0 if index == self._group.member else 3 - (rack == own[0]) - ((rack, server) == own)
+            for index, (rack, server) in enumerate(self._servers)
+        ]
+        return [distance for distance in distances for _ in range(self._group.layout.tp)]
+
+    def _holders(self) -> list[HeadHolder]:
+        layout, spec = self._group.layout, self._engine.spec
+        return [
+            HeadHolder(
+                rank=layout.rank_of(instance, tp_rank),
+                instance=instance,
+                held=(held := kv_head_range(spec, tp_rank, layout.tp)),
+                wanted=held[self._split.keys(member)],
+            )
+            for member, instance in enumerate(self._group.job.group)
+            for tp_rank in range(layout.tp)
+        ]
+
+
+def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:
+    return DropSchedule(
+        plan=plan,
+        layers=engine.spec.layers,
+        kv_heads=engine.kv_heads,
+        total_kv_heads=engine.spec.kv_heads,
+    )

@@ -1,0 +1,98 @@
+"""One layer of SP-TP on one member: the steps of its schedule, carried out.
+
+Shape suffixes: T rows of the batch, h own query heads, g the KV heads that they read, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from csps.actors.collectives.row_gather import RowGather
+from csps.actors.collectives.row_reduce import RowReduce
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.head_history import HistoryUnderWay
+from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
+from csps.actors.strategies.sp_tp_far_keys import FarKeys
+from csps.actors.strategies.sp_tp_schedule import Attend, HandOn, Project, Step, Wait
+from csps.actors.transfers import Transfers
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+
+
+class SpTpLayer:
+    """Own heads of one layer over all rows of the batch."""
+
+    def __init__(
+        self,
+        group: SpGroup,
+        layer: Layer,
+        rows_td: Tensor,
+        rotary: Rotary,
+        *,
+        blocks: Sequence[HeadBlock],
+        history: Mapping[int, HistoryUnderWay],
+        far_keys: FarKeys | None,
+        index: int,
+    ) -> None:
+        """
+        Args:
+            layer: with the own heads only.
+            rows_td: (T, hidden), valid where a `Wait` has returned.
+            rotary: of all T rows.
+            history: by piece.
+        """
+        self._layer = layer
+        self._rows_td = rows_td
+        self._rotary = rotary
+        self._history = history
+        self._arrived: dict[int, tuple[Tensor, Tensor]] = {}
+        self._timeline = group.clock.timeline
+        self._index = index
+        self.attention = RowAttention(
+            group.job.pieces,
+            blocks,
+            *self._buffers(),
+            scale=layer.spec.scale,
+            far_keys=far_keys,
+        )
+
+    def run(
+        self, steps: Iterable[Step], gather: RowGather, reduce: RowReduce, transfers: Transfers
+    ) -> None:
+        """All steps, in order."""
+        for step in steps:
+            match step:
+                case Wait(part):
+                    gather.wait(part)
+                case Project(start, stop):
+                    self._project(start, stop)
+                    self._attend_history(start, stop, transfers)
+                case Attend(queries, keys):
+                    with self._timeline.phase("attention", layer=self._index):
+                        self.attention.attend(queries, keys)
+                case HandOn(part):
+                    with self._timeline.phase("linear", layer=self._index, micro=part.index):
+                        out_thd = self.attention.out_Thd[part.rows]
+                        reduce.add(part, self._layer.output_part(out_thd))
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, share, dim = len(self._rows_td), self._layer.share, self._layer.spec.head_dim
+        heads = len(share.query_heads), len(share.kv_heads), len(share.kv_heads)
+        q_Thd, k_Tgd, v_Tgd = (self._rows_td.new_empty(rows, count, dim) for count in heads)
+        return q_Thd, k_Tgd, v_Tgd
+
+    def _project(self, start: int, stop: int) -> None:
+        with self._timeline.phase("qkv", layer=self._index):
+            rows = slice(start, stop)
+            buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
+            computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
+            for buffer, part in zip(buffers, computed, strict=True):
+                buffer[rows] = part
+
+    def _attend_history(self, start: int, stop: int, transfers: Transfers) -> None:
+        for piece, under_way in self._history.items():
+            if piece not in self._arrived:
+                self._arrived[piece] = under_way.arrived(transfers)
+            self.attention.attend_history(piece, (start, stop), *self._arrived[piece])

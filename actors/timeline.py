@@ -1,0 +1,114 @@
+"""What one rank did when: the phases of a prefill, for a timeline that opens in Perfetto."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal[
+    "qkv",
+    "select",
+    "first all-to-all",
+    "attention",
+    "second all-to-all",
+    "merge",
+    "importance",
+    "linear",
+    "all-gather",
+    "reduce-scatter",
+    "importance exchange",
+    "wait",
+]
+"""What a span of time went to. The all-to-alls, all-gathers and reduce-scatters are transfers,
+which go on beside the others; `wait` is the time in which computing stood still for one."""
+
+TRANSFERS: frozenset[str] = frozenset(
+    {
+        "first all-to-all",
+        "second all-to-all",
+        "importance exchange",
+        "all-gather",
+        "reduce-scatter",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One phase on one rank."""
+
+    name: Phase
+    start_ns: int
+    """Unix time, so that timelines of several ranks can be laid side by side."""
+    end_ns: int
+    layer: int | None = None
+    level: int | None = None
+    """1 is the nearest."""
+    micro: int | None = None
+    """Micro-partition, from 0."""
+
+
+class Timeline:
+    """Collects events of one job; `Timeline(on=False)` collects nothing at the cost of one call."""
+
+    def __init__(self, *, on: bool) -> None:
+        self.on = on
+        self.events: list[Event] = []
+
+    def phase(
+        self,
+        name: Phase,
+        *,
+        layer: int | None = None,
+        level: int | None = None,
+        micro: int | None = None,
+    ) -> AbstractContextManager[None]:
+        """The time inside becomes an event."""
+        return self._timed(name, layer, level, micro) if self.on else _NOTHING
+
+    def add(self, event: Event) -> None:
+        """Note what was timed elsewhere; called from any thread."""
+        if self.on:
+            self.events.append(event)
+
+    @contextmanager
+    def _timed(
+        self, name: Phase, layer: int | None, level: int | None, micro: int | None
+    ) -> Iterator[None]:
+        start_ns = time.time_ns()
+        try:
+            yield
+        finally:
+            self.events.append(Event(name, start_ns, time.time_ns(), layer, level, micro))
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def chrome_trace(events: Iterable[Event], *, rank: int) -> list[dict[str, Any]]:
+    """Complete events in Chrome's trace format, microseconds; lists of several ranks concatenate
+    to the `traceEvents` of one file. A rank is a process with a row for computing and one for
+    each kind of transfer."""
+    rows: dict[str, int] = {"compute": 0}
+    trace: list[dict[str, Any]] = [_named("process_name", rank, 0, f"rank {rank}")]
+    for event in events:
+        row = event.name if event.name in TRANSFERS else "compute"
+        trace.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "pid": rank,
+                "tid": rows.setdefault(row, len(rows)),
+                "ts": event.start_ns / 1000,
+                "dur": (event.end_ns - event.start_ns) / 1000,
+                "args": {"layer": event.layer, "level": event.level, "micro": event.micro},
+            }
+        )
+    return trace + [_named("thread_name", rank, row, name) for name, row in rows.items()]
+
+
+def _named(kind: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}

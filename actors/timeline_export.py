@@ -1,0 +1,67 @@
+"""The phases and counters of a prefill job as OpenTelemetry spans.
+
+    prefill.compute                       one for each rank, with what the job cost it
+    └─ prefill.<phase>                    one for each event of the rank's timeline, in its layer,
+                                          level and micro-partition
+
+Phases are only noted for jobs whose trace is sampled; without a trace, or an SDK, nothing is.
+`docs/timeline.md` says how to look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from opentelemetry import trace
+
+from csps.actors.job_clock import JobClock
+from csps.actors.mesh import Mesh
+from csps.actors.timeline import Event, Timeline
+from csps.protocols.messages import PrefillJob
+from csps.protocols.trace_context import span
+
+RANK, PHASE = "csps.rank", "csps.phase"
+LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
+BYTES_SENT = "csps.bytes_sent"
+"""To each rank of the gang, in rank order."""
+COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
+"""Waited for exchanges; and exchanges under way, waited for or not."""
+
+
+@contextmanager
+def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[None]:
+    """The span of a job on one rank. What the job enters must be left inside of it: transfers
+    tell their times when they end."""
+    before = list(mesh.bytes_sent)
+    with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: mesh.rank}):
+        if not trace.get_current_span().is_recording():
+            yield
+            return
+        clock.timeline = Timeline(on=True)
+        try:
+            yield
+        finally:
+            sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
+            _note_cost(clock, sent)
+            emit_spans(clock.timeline.events, rank=mesh.rank)
+
+
+def emit_spans(events: Iterable[Event], *, rank: int) -> None:
+    """Each event becomes a span below the current one, at the time at which it happened."""
+    tracer = trace.get_tracer("csps")
+    for event in events:
+        places = {LAYER: event.layer, LEVEL: event.level, MICRO: event.micro}
+        attributes: dict[str, str | int] = {RANK: rank, PHASE: event.name}
+        attributes |= {name: place for name, place in places.items() if place is not None}
+        phase = tracer.start_span(
+            f"prefill.{event.name}", start_time=event.start_ns, attributes=attributes
+        )
+        phase.end(event.end_ns)
+
+
+def _note_cost(clock: JobClock, bytes_sent: Sequence[int]) -> None:
+    current = trace.get_current_span()
+    current.set_attribute(BYTES_SENT, bytes_sent)
+    current.set_attribute(COMMUNICATION_S, clock.communication_s)
+    current.set_attribute(EXCHANGE_S, clock.exchange_s)

@@ -1,0 +1,218 @@
+"""The configuration of communication-efficient sparse attention (CSPS §3.2.4-3.2.6).
+
+N_v levels, drop ratios p_{l,h,v} and micro-partitions M_{l,v}, with what the paper leaves open:
+which reading of the levels, who judges importance, and what is never dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from csps.protocols.errors import ConfigError
+from csps.protocols.topology import Segments, Topology
+
+ALL_QUERIES = 0
+"""Value of `CsaPlan.importance_window`."""
+
+Ratios = tuple[tuple[float, ...], ...]
+"""Drop ratios of levels 2, 3, …; of each one for all KV heads, or one per KV head."""
+
+
+def halving(drop_ratio: float, levels: int) -> Ratios:
+    """Ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
+
+    The paper prints 1-p = (1-p')/2^n, which would keep more of what is farther away; its text
+    wants the opposite. A ratio of 0 drops nothing at any level: it asks for exact attention, and
+    not for half of level 3.
+    """
+    _check_ratio(drop_ratio)
+    keep = 1.0 - drop_ratio
+    return tuple((1.0 - keep / 2**n if drop_ratio else 0.0,) for n in range(levels - 1))
+
+
+def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:
+    """How many of an SPT's tokens a level keeps, of which `always` are never dropped."""
+    # ceil with a grain of tolerance: 1 - 0.9 is a little more than a tenth.
+    return max(always, math.ceil((1.0 - drop_ratio) * tokens - 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Similar layers share ratios and micro-partitions (CSPS App. B)."""
+
+    first: int
+    stop: int
+    """Layers [first, stop)."""
+    drop_ratios: Ratios = ()
+    """Empty drops nothing."""
+    micro_partitions: tuple[int, ...] = ()
+    """M of levels 1, 2, …; empty is 1 everywhere."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first < self.stop:
+            raise ConfigError(f"layers [{self.first}, {self.stop}) are not a range of layers")
+        for ratios in self.drop_ratios:
+            if not ratios:
+                raise ConfigError(
+                    "drop_ratios of a level: one for all KV heads, or one per KV head"
+                )
+            for ratio in ratios:
+                _check_ratio(ratio)
+        for nearer, farther in pairwise(self.drop_ratios):
+            self._check_nested(nearer, farther)
+        if any(count < 1 for count in self.micro_partitions):
+            raise ConfigError(f"micro_partitions {self.micro_partitions}: allowed are 1 and more")
+
+    def _check_nested(self, nearer: tuple[float, ...], farther: tuple[float, ...]) -> None:
+        heads = max(len(nearer), len(farther))
+        if len(nearer) > 1 and len(farther) > 1 and len(nearer) != len(farther):
+            raise ConfigError(f"{len(nearer)} drop ratios of one level, {len(farther)} of the next")
+        if any(_of_head(nearer, h) > _of_head(farther, h) for h in range(heads)):
+            raise ConfigError(
+                f"drop ratios {nearer} of one level and {farther} of the next: a farther level "
+                "may not keep what a nearer one drops"
+            )
+
+    def drop_ratio(self, level: int, kv_head: int) -> float:
+        """p of a level, counted from 1, and a KV head of the whole model."""
+        if level == 1 or not self.drop_ratios:
+            return 0.0
+        return _of_head(self.drop_ratios[level - 2], kv_head)
+
+    def micro(self, level: int) -> int:
+        """M of a level, counted from 1."""
+        return self.micro_partitions[level - 1] if self.micro_partitions else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaPlan:
+    """How one job's layers attend, for a group whose members stand at `locations`.
+
+    Raises:
+        ConfigError: locations out of order or named twice, more levels than they tell apart,
+            ratios outside [0, 1), layer groups that overlap, or numbers for other than `levels`.
+    """
+
+    locations: tuple[str, ...]
+    """Rack-Server-GPU id of each member of the group, in the group's order, ascending."""
+    levels: int
+    """N_v, from 1 to what the locations tell apart (`Topology.levels`)."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """Ascending; layers of no group drop nothing and are not cut. The first and the last layer
+    never drop, whatever their group says."""
+    nested: bool = False
+    """The paper's letter: a level sees its whole segment, near tokens count once per level. The
+    default sees at each level only what no lower level sees, which is exact at ratio 0."""
+    drop_queries: bool = True
+    """A dropped token's query is dropped with its key and value; False drops the latter only."""
+    importance_window: int = 64
+    """Importance is judged by so many of the prompt's last queries; 0 is by all queries."""
+    importance_layer: Literal["previous", "same"] = "previous"
+    """Whose attention tells what a layer drops. The previous one's is known before the layer
+    begins, but a head of it may look for other things. The same one's is certain, and costs a
+    round of small messages before the first all-to-all; only a window can judge it."""
+    sinks: int = 4
+    """First tokens of a prompt that are never dropped."""
+    tail: int = 64
+    """Last tokens of a prompt that are never dropped."""
+    pipelined: bool = True
+    """Overlap both all-to-alls with attention; False waits for each, which is for comparison."""
+
+    def __post_init__(self) -> None:
+        self.topology.require_order()
+        self.segments()
+        for name in ("importance_window", "sinks", "tail"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} {getattr(self, name)}: allowed are 0 and more")
+        if self.importance_layer == "same" and self.importance_window == ALL_QUERIES:
+            raise ConfigError(
+                "importance_layer 'same' needs an importance_window of 1 or more: what all queries "
+                "attend to is known only when the layer is over"
+            )
+        for before, after in pairwise(self.layer_groups):
+            if after.first < before.stop:
+                raise ConfigError(f"layer groups overlap, or do not ascend, at layer {after.first}")
+        for group in self.layer_groups:
+            self._check_levels("drop_ratios", group.drop_ratios, self.levels - 1)
+            self._check_levels("micro_partitions", group.micro_partitions, self.levels)
+
+    def _check_levels(self, name: str, numbers: Sequence[object], expected: int) -> None:
+        if len(numbers) not in (0, expected):
+            raise ConfigError(
+                f"{name} of {len(numbers)} levels; {self.levels} levels need {expected}, or none"
+            )
+
+    @classmethod
+    def uniform(
+        cls,
+        locations: Sequence[str],
+        *,
+        levels: int,
+        layers: int,
+        drop_ratio: float = 0.0,
+        micro_partitions: int = 1,
+        pipelined: bool = True,
+    ) -> CsaPlan:
+        """One ratio, halved from level to level, and one M for all layers of a model."""
+        group = LayerGroup(
+            first=0,
+            stop=layers,
+            drop_ratios=halving(drop_ratio, levels),
+            micro_partitions=(micro_partitions,) * levels,
+        )
+        return cls(
+            locations=tuple(locations), levels=levels, layer_groups=(group,), pipelined=pipelined
+        )
+
+    @property
+    def topology(self) -> Topology:
+        """Where the members stand."""
+        return Topology.of(self.locations)
+
+    def segments(self) -> tuple[Segments, ...]:
+        """Segments of members, level 1 first."""
+        return self.topology.levels(self.levels)
+
+    def layer_group(self, layer: int) -> LayerGroup:
+        """The group of a layer; one that drops nothing where the plan names none."""
+        for group in self.layer_groups:
+            if group.first <= layer < group.stop:
+                return group
+        return LayerGroup(first=layer, stop=layer + 1)
+
+    def check_kv_heads(self, kv_heads: int) -> None:
+        """Raises ConfigError if ratios per KV head are not those of a model with so many."""
+        for group in self.layer_groups:
+            for ratios in group.drop_ratios:
+                if len(ratios) not in (1, kv_heads):
+                    raise ConfigError(
+                        f"{len(ratios)} drop ratios of one level; allowed are one for all KV "
+                        f"heads, or {kv_heads}, one per KV head of the model"
+                    )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ConfigError if a level has more micro-partitions than the longest SPT tokens.
+
+        Args:
+            tokens: of each member.
+        """
+        longest = max(tokens)
+        for group in self.layer_groups:
+            if any(count > longest for count in group.micro_partitions):
+                raise ConfigError(
+                    f"micro_partitions {group.micro_partitions}, but the longest SPT has "
+                    f"{longest} tokens; allowed are 1 to {longest}"
+                )
+
+
+def _of_head(ratios: tuple[float, ...], kv_head: int) -> float:
+    return ratios[0] if len(ratios) == 1 else ratios[kv_head]
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0.0 <= ratio < 1.0:
+        raise ConfigError(f"drop ratio {ratio}: allowed are 0 to less than 1")

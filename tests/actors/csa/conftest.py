@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rank_world import RankWorld, rank_world
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[RankWorld]:
+    with rank_world(8) as threads:
+        yield threads

@@ -1,0 +1,130 @@
+"""Sparse attention on ranks against the definition, for jobs of any shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from csa_jobs import SCALE, CsaCase, by_brute_force, cases, on_ranks, prompt_rows
+from dense_reference import dense_attention
+from hypothesis import HealthCheck, assume, given, settings
+from rank_world import RankWorld
+
+from csps.protocols.csa import CsaPlan, LayerGroup, halving
+
+several = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+
+
+def two_servers(**fields: object) -> CsaCase:
+    plan = CsaPlan(
+        locations=SERVERS,
+        levels=3,
+        layer_groups=(
+            LayerGroup(first=0, stop=4, drop_ratios=halving(0.4, 3), micro_partitions=(1, 2, 3)),
+        ),
+        importance_window=6,
+        sinks=1,
+        tail=3,
+    )
+    case = CsaCase(plan=plan, lengths=(50,), bounds=(0, 12, 25, 37, 50), heads=6, kv_heads=2)
+    return case.with_plan(**fields) if fields else case
+
+
+def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], atol: float = 1e-10) -> None:
+    for layer, (one, other) in enumerate(zip(got, want, strict=True)):
+        difference = float((one.double() - other).abs().max())
+        assert difference < atol, f"layer {layer} is off by {difference}"
+
+
+@several
+@given(case=cases())
+def test_equals_the_definition(world: RankWorld, case: CsaCase) -> None:
+    assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@several
+@given(case=cases(dropping=False))
+def test_is_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCase) -> None:
+    case = replace(case, dtype=torch.float32)
+    ends = [0, *(rows.stop for rows in prompt_rows(case.lengths))]
+    positions = torch.cat([torch.arange(length) for length in case.lengths])
+    want = [
+        dense_attention(
+            q_thd,
+            k_thd,
+            v_thd,
+            q_positions=positions,
+            k_positions=positions,
+            scale=SCALE,
+            cu_seqlens_q=ends,
+            cu_seqlens_k=ends,
+        )[0]
+        for q_thd, k_thd, v_thd in case.qkv()
+    ]
+    assert_equal(on_ranks(world, case), want, atol=1e-5)
+
+
+@several
+@given(case=cases(max_members=5))
+def test_pipelining_changes_nothing(world: RankWorld, case: CsaCase) -> None:
+    assume(case.members > 1)
+    pipelined, one_by_one = (case.with_plan(pipelined=on) for on in (True, False))
+    assert_equal(on_ranks(world, pipelined), on_ranks(world, one_by_one))
+
+
+@pytest.mark.parametrize("window", [0, 1, 6, 20, 1000])
+def test_every_judge(world: RankWorld, window: int) -> None:
+    """A window may span several members, or be longer than the prompt."""
+    case = two_servers(importance_window=window)
+    assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@pytest.mark.parametrize("micro", [1, 2, 5])
+def test_a_layer_may_judge_itself(world: RankWorld, micro: int) -> None:
+    group = LayerGroup(first=0, stop=4, drop_ratios=halving(0.4, 3), micro_partitions=(micro, 2, 1))
+    case = two_servers(importance_layer="same", layer_groups=(group,))
+    assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("drop_queries", [False, True])
+def test_every_reading(world: RankWorld, nested: bool, drop_queries: bool) -> None:
+    case = two_servers(nested=nested, drop_queries=drop_queries)
+    assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+def test_nested_levels_count_near_tokens_twice_even_if_nothing_is_dropped(
+    world: RankWorld,
+) -> None:
+    exact = on_ranks(world, two_servers(layer_groups=()))
+    nested = on_ranks(world, two_servers(layer_groups=(), nested=True))
+    assert (exact[0] - nested[0]).abs().max() > 0.1
+
+
+def test_dropping_drops(world: RankWorld) -> None:
+    """All but the first layer, which nothing has judged yet, differ from exact attention."""
+    sparse, exact = on_ranks(world, two_servers()), on_ranks(world, two_servers(layer_groups=()))
+    differences = [float((a - b).abs().max()) for a, b in zip(sparse, exact, strict=True)]
+    assert differences[0] < 1e-12
+    assert min(differences[1:]) > 0.01
+
+
+def test_bfloat16_is_as_good_as_on_one_device(world: RankWorld) -> None:
+    case = two_servers(layer_groups=())
+    coarse = replace(case, dtype=torch.bfloat16)
+    single = replace(coarse, bounds=(0, 50), plan=CsaPlan(locations=("0-0-0",), levels=1))
+    want = [
+        dense_attention(*qkv, q_positions=p, k_positions=p, scale=SCALE)[0]
+        for qkv in coarse.qkv()
+        for p in [torch.arange(50)]
+    ]
+    for got, alone, exact in zip(
+        on_ranks(world, coarse), on_ranks(world, single), want, strict=True
+    ):
+        error, inherent = ((x.double() - exact).abs().max() for x in (got, alone))
+        assert error <= 2.5 * inherent + 2e-3

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from csa_jobs import CsaCase, cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csps.actors.csa.geometry import LevelGeometry, Part, spanning_parts
+from csps.protocols.messages import PrefillPiece
+from csps.protocols.topology import Topology
+
+
+def geometry_of(case: CsaCase) -> LevelGeometry:
+    parts = spanning_parts(case.job.pieces, case.bounds)
+    return LevelGeometry(parts=parts, levels=case.plan.segments(), nested=case.plan.nested)
+
+
+def seen_pairs(geometry: LevelGeometry) -> Counter[tuple[int, int, int]]:
+    """(level, part of the query, part of the key) over all segments, own parts included."""
+    pairs: Counter[tuple[int, int, int]] = Counter()
+    for level, segments in enumerate(geometry.levels, start=1):
+        for members in segments:
+            for sight in geometry.segment(level, members.start).sights:
+                pairs.update((level, sight.part, key) for key in sight.sources)
+    return pairs
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(dropping=False))
+def test_every_causal_pair_is_in_exactly_one_level(case: CsaCase) -> None:
+    geometry = geometry_of(case)
+    causal = {
+        (query.index, key.index)
+        for query in geometry.parts
+        for key in geometry.parts
+        if key.piece == query.piece and key.index <= query.index
+    }
+    pairs = seen_pairs(geometry)
+    assert set(pairs.values()) <= {1}
+    assert {(query, key) for _, query, key in pairs} == causal
+    assert len(pairs) == len(causal)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(dropping=False))
+def test_a_pair_is_in_the_nearest_level_that_holds_both(case: CsaCase) -> None:
+    geometry = geometry_of(case)
+    for level, query, key in seen_pairs(geometry):
+        members = geometry.parts[query].member, geometry.parts[key].member
+        together = [
+            any(set(members) <= set(segment) for segment in segments)
+            for segments in geometry.levels
+        ]
+        assert together.index(True) == level - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(dropping=False), nested=st.just(True))
+def test_nested_levels_see_their_whole_segment(case: CsaCase, nested: bool) -> None:
+    geometry = geometry_of(case.with_plan(nested=nested))
+    seen = seen_pairs(geometry)
+    for level, segments in enumerate(geometry.levels, start=1):
+        for members in segments:
+            inside = [part for part in geometry.parts if part.member in members]
+            for query in inside:
+                # Own parts at farther levels are computed at home.
+                last = query.index if level == 1 else query.index - 1
+                for key in inside:
+                    expected = key.piece == query.piece and key.index <= last
+                    assert seen[level, query.index, key.index] == expected
+
+
+def piece(rid: int, length: int) -> PrefillPiece:
+    return PrefillPiece(rid=rid, start=0, length=length)
+
+
+def test_only_pieces_of_several_members_have_parts() -> None:
+    parts = spanning_parts([piece(1, 13), piece(2, 5), piece(3, 12)], [0, 10, 20, 30])
+    assert parts == (
+        Part(index=0, member=0, piece=0, rows=slice(0, 10), start=0),
+        Part(index=1, member=1, piece=0, rows=slice(0, 3), start=10),
+        Part(index=2, member=1, piece=2, rows=slice(8, 10), start=0),
+        Part(index=3, member=2, piece=2, rows=slice(0, 10), start=2),
+    )
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_level_one_is_local_unless_it_is_the_only_one(levels: int) -> None:
+    segments = Topology.of(["0-0-0", "0-0-1"]).levels(levels)
+    geometry = LevelGeometry(parts=(), levels=segments)
+    assert geometry.local_first_level == (levels == 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases())
+def test_parts_and_local_pieces_cover_the_batch(case: CsaCase) -> None:
+    spread = sum(part.length for part in spanning_parts(case.job.pieces, case.bounds))
+    ends = [sum(case.lengths[:i]) for i in range(len(case.lengths) + 1)]
+    whole = sum(
+        stop - start
+        for start, stop in pairwise(ends)
+        if any(a <= start and stop <= b for a, b in pairwise(case.bounds))
+    )
+    assert spread + whole == sum(case.lengths)

@@ -1,0 +1,102 @@
+"""Whole prefill jobs with sparse attention on real gangs, streamed to a decode gang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_cell import Cell, Request, even_shares, job_of, prompt_of
+from gang_threads import thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.csa import CsaPlan
+from csps.protocols.messages import PrefillDone
+
+LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+LAYERS = 4
+"""More than any tiny checkpoint has, so that plans reach all layers."""
+
+
+def plan(members: int, *, levels: int, drop_ratio: float, micro: int = 2) -> CsaPlan:
+    return CsaPlan.uniform(
+        LOCATIONS[:members],
+        levels=levels,
+        layers=LAYERS,
+        drop_ratio=drop_ratio,
+        micro_partitions=micro,
+    )
+
+
+async def prefill(cell: Cell, requests: Sequence[Request], csa: CsaPlan) -> None:
+    for request in requests:
+        await cell.reserve(request)
+    pieces = [request.piece() for request in requests]
+    group = range(len(csa.locations))
+    job = job_of(pieces, group, strategy="csa", csa=csa)
+    cell.submit(job, np.concatenate([request.prompt for request in requests]))
+
+
+@pytest.mark.parametrize(
+    ("members", "tp", "levels"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 1, 3), (3, 1, 2), (2, 2, 2)]
+)
+async def test_tokens_are_transformers_when_nothing_is_dropped(
+    tiny_llama: Path, members: int, tp: int, levels: int
+) -> None:
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((67, 1, 30))]
+    requests = [
+        Request(rid=rid, prompt=prompt, shares=even_shares(len(prompt), [0]))
+        for rid, prompt in enumerate(prompts)
+    ]
+    async with thread_cell(tiny_llama, prefill=members, prefill_tp=tp, decode=1) as cell:
+        await prefill(cell, requests, plan(members, levels=levels, drop_ratio=0.0))
+        answers = await cell.answer(*requests)
+        assert answers == [greedy_tokens(tiny_llama, it.tolist(), 6) for it in prompts]
+        await cell.freed(*range(len(requests)))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+async def test_dropping_leaves_the_kv_cache_whole(tiny_llama: Path) -> None:
+    """Decode finds all tokens of the prompt, and gives all slots back."""
+    request = Request(rid=1, prompt=prompt_of(80), shares=even_shares(80, [0, 1]))
+    async with thread_cell(tiny_llama, prefill=4, decode=2) as cell:
+        await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
+        (answer,) = await cell.answer(request)
+        assert len(answer) == request.sampling.max_tokens
+        await cell.freed(1)
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+        assert all(done.communication_s > 0 for done in cell.about(PrefillDone))
+
+
+async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None:
+    requests = [
+        Request(rid=rid, prompt=prompt_of(40 + rid, rid), shares=even_shares(40 + rid, [0]))
+        for rid in range(4)
+    ]
+    async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
+        for request in requests:
+            levels = 1 + request.rid % 3
+            await prefill(cell, [request], plan(4, levels=levels, drop_ratio=0.0))
+        answers = await cell.answer(*requests)
+        assert answers == [greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in requests]
+        await cell.freed(*range(4))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+
+
+async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
+    request = Request(rid=1, prompt=prompt_of(400), shares=even_shares(400, [0]))
+    async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
+        cell.failures_expected = True
+        await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
+        cell.cancel(1)
+        await cell.prefilled(*cell.jobs)
+        await cell.idle()
+    waiting = [t for t in threading.enumerate() if t.name in ("arrivals", "departures")]
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,117 @@
+"""What sparse attention puts on the wire, counted where it is sent."""
+
+from __future__ import annotations
+
+import pytest
+from csa_jobs import DIM, CsaCase, on_ranks
+from rank_world import RankWorld
+
+from csps.actors.job_clock import JobClock
+from csps.actors.timeline import Timeline
+from csps.protocols.csa import CsaPlan, LayerGroup, Ratios
+
+SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
+FP64 = 8
+
+
+def two_servers(drop_ratios: Ratios, *, micro: int = 1, levels: int = 3) -> CsaCase:
+    group = LayerGroup(first=0, stop=3, drop_ratios=drop_ratios, micro_partitions=(micro,) * levels)
+    plan = CsaPlan(
+        locations=("0-0-0", "0-0-1", "0-1-0", "0-1-1"),
+        levels=levels,
+        layer_groups=(group,),
+        importance_window=WINDOW,
+        sinks=0,
+        tail=0,
+    )
+    bounds = tuple(range(0, 4 * SPT + 1, SPT))
+    return CsaCase(
+        plan=plan, lengths=(4 * SPT,), bounds=bounds, heads=HEADS, kv_heads=KV_HEADS, layers=3
+    )
+
+
+def sent(world: RankWorld, case: CsaCase) -> list[list[int]]:
+    """Bytes from member to member over both layers."""
+    before = [list(mesh.bytes_sent) for mesh in world.meshes]
+    on_ranks(world, case)
+    return [
+        [now - then for now, then in zip(mesh.bytes_sent, old, strict=True)][: case.members]
+        for mesh, old in zip(world.meshes[: case.members], before, strict=False)
+    ]
+
+
+def between_servers(traffic: list[list[int]]) -> tuple[int, int]:
+    """From the first server to the second, and back."""
+    there = sum(traffic[a][b] for a in (0, 1) for b in (2, 3))
+    back = sum(traffic[a][b] for a in (2, 3) for b in (0, 1))
+    return there, back
+
+
+QUERIES = SPT * HEADS * DIM * FP64
+KEYS = 2 * SPT * KV_HEADS * DIM * FP64
+OUTPUTS = SPT * HEADS * (DIM + 1) * FP64
+
+
+def test_exact_sparse_attention_sends_keys_one_way_and_queries_the_other(
+    world: RankWorld,
+) -> None:
+    """Each SPT's data for the half of the heads that the other server owns."""
+    there, back = between_servers(sent(world, two_servers(())))
+    assert there == 2 * (2 * KEYS / 2 + 2 * OUTPUTS / 2)
+    assert back == 2 * (2 * QUERIES / 2)
+
+
+def test_dropping_shrinks_every_message_by_what_it_drops(world: RankWorld) -> None:
+    """In the second layer; in the first, which drops nothing, the last member tells its window of
+    queries, and everybody everybody else the LSEs over its keys."""
+    there, back = between_servers(sent(world, two_servers(((0.5,), (0.75,)))))
+    queries, lses = 2 * WINDOW * HEADS * DIM * FP64, 4 * WINDOW * HEADS * FP64
+    assert there == (1 + 0.25) * (KEYS + OUTPUTS) + lses
+    assert back == (1 + 0.25) * QUERIES + queries + lses
+
+
+def test_cutting_into_micro_partitions_sends_nothing_more(world: RankWorld) -> None:
+    ratios = ((0.5,), (0.75,))
+    assert sent(world, two_servers(ratios)) == sent(world, two_servers(ratios, micro=5))
+
+
+def test_one_level_sends_what_exact_attention_over_heads_sends(world: RankWorld) -> None:
+    """Plain SP-NTP: a quarter of the heads to each other member and back, and the LSEs."""
+    traffic = sent(world, two_servers((), levels=1))
+    each = (QUERIES + OUTPUTS + KEYS) / 4
+    expected = [[0 if a == b else 2 * each for b in range(4)] for a in range(4)]
+    assert traffic == expected
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
+    world: RankWorld, pipelined: bool
+) -> None:
+    case = two_servers(((0.5,), (0.75,)), micro=2).with_plan(pipelined=pipelined)
+    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    on_ranks(world, case, clocks)
+    cuts = range(2) if pipelined else range(1)
+    for clock in clocks.values():
+        seen = {(e.name, e.layer, e.level, e.micro) for e in clock.timeline.events}
+        for layer in range(2):
+            assert {("attention", layer, 1, micro) for micro in cuts} <= seen
+            for level in (2, 3):
+                for micro in cuts:
+                    for phase in ("first all-to-all", "attention", "second all-to-all", "merge"):
+                        assert (phase, layer, level, micro) in seen
+        assert ("select", 1, None, None) in seen
+        assert all(event.start_ns <= event.end_ns for event in clock.timeline.events)
+        assert 0 < clock.communication_s <= clock.exchange_s + 0.01
+
+
+def test_levels_and_second_all_to_alls_are_in_order(world: RankWorld) -> None:
+    case = two_servers(((0.5,), (0.75,)), micro=3)
+    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    on_ranks(world, case, clocks)
+    for clock in clocks.values():
+        returns = [e for e in clock.timeline.events if e.name == "second all-to-all"]
+        returns.sort(key=lambda event: event.start_ns)
+        order = [(event.layer, event.level, event.micro) for event in returns]
+        assert order == sorted(order)
+        attention = [(e.layer, e.level) for e in clock.timeline.events if e.name == "attention"]
+        assert attention == sorted(attention)

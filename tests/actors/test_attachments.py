@@ -1,0 +1,202 @@
+"""Routers come and go: what one leaves behind is dropped, and two never command one gang."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from gang_cell import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, eventually, is_broken, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.actors import rank as rank_module
+from csps.protocols.errors import Cancelled, FaultError, ProtocolError
+from csps.protocols.messages import (
+    CancelRequest,
+    JoinBatch,
+    KvLanded,
+    PrefillJob,
+    RankDescription,
+    RankStats,
+    Sampling,
+)
+from csps.protocols.rpc_client import RpcClient
+from csps.protocols.schema import pack, unpack
+
+ENDLESS = Sampling(temperature=0, max_tokens=1500)
+
+
+@asynccontextmanager
+async def cell_of(model: Path) -> AsyncIterator[ThreadCell]:
+    async with thread_cell(model, prefill=2, decode=2, kv_slots=16384) as cell:
+        yield cell
+
+
+def request(rid: int, sampling: Sampling = GREEDY) -> Request:
+    return Request(
+        rid=rid,
+        prompt=prompt_of(40, rid),
+        shares=even_shares(40, [0, 1]),
+        master=rid % 2,
+        sampling=sampling,
+    )
+
+
+def job(it: Request) -> PrefillJob:
+    return job_of([it.piece()], [0, 1])
+
+
+async def successor(cell: ThreadCell) -> ThreadCell:
+    """Another router on the same gangs; its numbers go on where the first one's end."""
+    other = ThreadCell()
+    other.prefill_gang, other.decode_gang = cell.prefill_gang, cell.decode_gang
+    other._job_ids = cell._job_ids
+    other.prefill = await other.attach(cell.prefill_gang.addresses)
+    other.decode = await other.attach(cell.decode_gang.addresses)
+    await other.connect()
+    return other
+
+
+async def check_serves(cell: ThreadCell, model: Path, rid: int = 99) -> None:
+    it = request(rid)
+    answers = await cell.generate(it, group=[0, 1])
+    assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
+    await cell.freed(rid)
+    await cell.prefilled(*cell.jobs)
+
+
+async def leave_work_of_every_kind(cell: ThreadCell) -> None:
+    """Reserved, queued, under way, kept between chunks, landed, and decoding."""
+    kept, landed, decoding, under_way, queued, reserved = (request(r, ENDLESS) for r in range(1, 7))
+    for it in (landed, decoding, under_way, queued, reserved):
+        await cell.reserve(it)
+    await cell.prefilled(
+        cell.submit(job_of([kept.piece(0, 20, placement=())], [0, 1]), kept.prompt[:20])
+    )
+    for it in (landed, decoding):
+        cell.submit(job(it), it.prompt)
+        await cell.until(lambda rid=it.rid: len(cell.about(KvLanded, rid=rid)) == 2)
+    await cell.join(decoding)
+    await cell.until(lambda: len(cell.tokens(decoding.rid)) > 2)
+    first = cell.submit(job(under_way), under_way.prompt, ranks=[0])
+    second = cell.submit(job(queued), queued.prompt, ranks=[0])
+    cell.submit(cell.jobs[first], under_way.prompt, ranks=[1])
+    cell.submit(cell.jobs[second], queued.prompt, ranks=[1])
+
+
+async def test_a_router_that_disconnects_leaves_nothing_behind(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        await leave_work_of_every_kind(cell)
+        await cell.hang_up()
+        await cell.idle()
+        await check_serves(await successor(cell), tiny_llama)
+        cell.check_idle()
+
+
+async def test_a_router_that_is_replaced_leaves_nothing_behind(tiny_llama: Path) -> None:
+    """Its connections are still open, and what it says is refused."""
+    async with cell_of(tiny_llama) as cell:
+        await leave_work_of_every_kind(cell)
+        other = await successor(cell)
+        await check_serves(other, tiny_llama)
+        await cell.idle()
+        with pytest.raises(ProtocolError, match="no longer, attached"):
+            await cell.reserve(request(50))
+        for client, method, message in (
+            (cell.prefill.clients[0], "prefill", job(request(51))),
+            (cell.prefill.clients[0], "cancel", CancelRequest(rid=99)),
+            (cell.decode.clients[0], "join", JoinBatch(rid=51, first_token=1)),
+        ):
+            with pytest.raises(ProtocolError, match="attached"):
+                await client.call(method, pack(message), deadline_s=ANSWER_S)
+        await check_serves(other, tiny_llama, rid=100)
+        cell.check_idle()
+        await other.hang_up()
+
+
+async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> None:
+    """A rank may read it after the gang has been told that the router is gone."""
+    async with cell_of(tiny_llama) as cell:
+        await cell.reserve(request(1))
+        leader, follower = (rank._decode_loop for rank in cell.decode_gang.ranks)
+        owner = cell.decode_gang.ranks[0]._router_id
+        leader.cancel_all(owner)
+        await cell.freed(1)
+        with pytest.raises(Cancelled):
+            follower.reserve(request(2).reserve(cell.epoch), owner)
+        cell.check_idle()
+
+
+async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        host, port = cell.prefill_gang.addresses[0]
+        onlooker = await RpcClient.connect(
+            host, port, secret=SECRET, name="onlooker", deadline_s=ANSWER_S
+        )
+        answer = await onlooker.call("describe", None, deadline_s=ANSWER_S)
+        assert unpack(RankDescription, answer) == cell.prefill.ranks[0]
+        answer = await onlooker.call("stats", None, deadline_s=ANSWER_S)
+        assert unpack(RankStats, answer).kv_slots == 16384
+        with pytest.raises(ProtocolError, match="attached"):
+            await onlooker.call("cancel", pack(CancelRequest(rid=1)), deadline_s=ANSWER_S)
+        await onlooker.close()
+        await check_serves(cell, tiny_llama)
+
+
+# --- a router that dies in the middle of sending a job -------------------------------------
+
+
+async def test_a_job_that_reached_only_some_breaks_the_gang(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_module, "DRAIN_S", 0.2)
+    async with cell_of(tiny_llama) as cell:
+        it = request(1)
+        await cell.reserve(it)
+        cell.submit(job(it), it.prompt, ranks=[0])
+        await cell.prefill.stats()
+        await cell.hang_up()
+        waiting, innocent = cell.prefill_gang.ranks
+        await eventually(lambda: is_broken(waiting))
+        with pytest.raises(FaultError, match="former router"):
+            waiting.check_health()
+        with pytest.raises(FaultError, match="is broken"):
+            await Cell().attach([cell.prefill_gang.addresses[0]])
+        assert not is_broken(innocent)  # Serve replaces the gang for its peer's sake
+        for rank in cell.decode_gang.ranks:
+            rank.check_health()
+        await eventually(lambda: not any(r.engine.pool.used for r in cell.decode_gang.ranks))
+
+
+async def test_jobs_that_end_in_time_break_nothing(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        await leave_work_of_every_kind(cell)
+        await cell.hang_up()
+        await cell.idle()
+        for rank in cell.prefill_gang.ranks:
+            rank._check_drained(frozenset(cell.jobs))  # as it will be DRAIN_S from now
+        await check_serves(await successor(cell), tiny_llama)
+
+
+async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None:
+    """Its KV is still on its way when the next router fills the pool."""
+    async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
+        it = Request(rid=1, prompt=prompt_of(40, 1), shares=even_shares(40, [0]))
+        await cell.reserve(it)
+        reservation = cell.decode_gang.ranks[0]._decode_loop.find(1)
+        assert reservation is not None
+        with reservation.lock:
+            cell.submit(job_of([it.piece()], [0]), it.prompt)
+            await cell.until(lambda: cell.tokens(1))  # computed, and sending
+            big = Request(rid=2, prompt=prompt_of(60, 2), shares=even_shares(60, [0]))
+            job_id = cell.submit(job_of([big.piece(0, 59)], [0]), big.prompt[:59])
+            await cell.prefill.stats()
+            assert cell.prefill_gang.ranks[0].engine.pool.used == 40
+        await cell.prefilled(job_id)
+        for rid in (1, 2):
+            cell.cancel(rid)
+        await cell.freed(1, 2)
+        await cell.prefill.stats()
+        cell.check_idle()

@@ -1,0 +1,279 @@
+"""A request can be withdrawn at every stage: all slots come back and the gangs go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
+from csps.protocols.messages import (
+    JoinBatch,
+    KvLanded,
+    PrefillDone,
+    PrefillJob,
+    RequestFailed,
+    Sampling,
+    SlotsFreed,
+)
+from csps.protocols.schema import pack
+
+VICTIM, BYSTANDER = 1, 2
+ENDLESS = Sampling(temperature=0, max_tokens=1500)
+
+
+@asynccontextmanager
+async def cell_of(model: Path) -> AsyncIterator[ThreadCell]:
+    async with thread_cell(model, prefill=2, decode=2) as cell:
+        yield cell
+
+
+def request(rid: int, length: int = 40, sampling: Sampling = GREEDY) -> Request:
+    return Request(
+        rid=rid,
+        prompt=prompt_of(length, rid),
+        shares=even_shares(length, [0, 1]),
+        master=rid % 2,
+        sampling=sampling,
+    )
+
+
+def job(*requests: Request) -> PrefillJob:
+    return job_of([it.piece() for it in requests], [0, 1])
+
+
+async def check_goes_on(cell: ThreadCell, model: Path) -> None:
+    """Everything came back, and a request that comes now is answered."""
+    await cell.freed(VICTIM)
+    await cell.prefilled(*cell.jobs)
+    await cell.prefill.stats()  # the cancellation came before it on every connection
+    cell.check_idle()
+    late = request(99)
+    answers = await cell.generate(late, group=[1, 0])
+    assert answers == [greedy_tokens(model, late.prompt.tolist(), GREEDY.max_tokens)]
+    await cell.freed(99)
+    await cell.prefilled(*cell.jobs)
+    cell.check_idle()
+
+
+async def test_reserved(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        await cell.reserve(request(VICTIM))
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_never_heard_of(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_queued(tiny_llama: Path) -> None:
+    """Behind a job that stands still because one rank has not received it."""
+    async with cell_of(tiny_llama) as cell:
+        victim, other = request(VICTIM), request(BYSTANDER)
+        await cell.reserve(victim)
+        await cell.reserve(other)
+        first = cell.submit(job(other), other.prompt, ranks=[0])
+        cell.submit(job(victim), victim.prompt, ranks=[0])
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()
+        cell.submit(cell.jobs[first], other.prompt, ranks=[1])
+        cell.submit(cell.jobs[first + 1], victim.prompt, ranks=[1])
+        await cell.answer(other)
+        await cell.prefilled(first + 1)
+        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=first + 1))
+        assert not cell.tokens(VICTIM)
+        await cell.freed(BYSTANDER)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_under_way(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        job_id = cell.submit(job(victim), victim.prompt, ranks=[0])
+        await cell.prefill.stats()
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()  # rank 0 is in its first layer and knows
+        cell.submit(cell.jobs[job_id], victim.prompt, ranks=[1])
+        await cell.prefilled(job_id)
+        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
+        assert not cell.about(KvLanded, rid=VICTIM)  # the last layer was never computed
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_one_of_a_batch(tiny_llama: Path) -> None:
+    """The others want the job: it runs to its end, and only then are the slots freed."""
+    async with cell_of(tiny_llama) as cell:
+        victim, other = request(VICTIM), request(BYSTANDER, 7)
+        await cell.reserve(victim)
+        await cell.reserve(other)
+        both = job(victim, other)
+        tokens = np.concatenate([victim.prompt, other.prompt])
+        job_id = cell.submit(both, tokens, ranks=[0])
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()
+        cell.submit(cell.jobs[job_id], tokens, ranks=[1])
+        answers = await cell.answer(other)
+        assert answers == [greedy_tokens(tiny_llama, other.prompt.tolist(), GREEDY.max_tokens)]
+        await cell.freed(BYSTANDER)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_sending_and_landing(tiny_llama: Path) -> None:
+    """A decode rank is held up while it writes, so that prefill cannot get rid of its KV."""
+    async with cell_of(tiny_llama) as cell:
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        receiver = cell.decode_gang.ranks[1]
+        reservation = receiver._decode_loop.find(VICTIM)
+        assert reservation is not None
+        with reservation.lock:
+            cell.submit(job(victim), victim.prompt)
+            await cell.until(lambda: cell.tokens(VICTIM))  # computed
+            await cell.until(lambda: cell.about(KvLanded, rid=VICTIM, rank=0))
+            assert not cell.about(KvLanded, rid=VICTIM, rank=1)
+            cell.cancel(VICTIM)
+            await cell.until(lambda: cell.about(SlotsFreed, rid=VICTIM, rank=0))
+            assert receiver.engine.pool.used > 0
+        await check_goes_on(cell, tiny_llama)
+        assert not cell.about(KvLanded, rid=VICTIM, rank=1)
+
+
+async def test_landed(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        cell.submit(job(victim), victim.prompt)
+        await cell.until(lambda: len(cell.about(KvLanded, rid=VICTIM)) == 2)
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_decoding_beside_another(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        some = Sampling(temperature=0, max_tokens=30)
+        victim, other = request(VICTIM, sampling=ENDLESS), request(BYSTANDER, sampling=some)
+        await cell.reserve(victim)
+        await cell.reserve(other)
+        for it in (victim, other):
+            cell.submit(job(it), it.prompt)
+            await cell.join(it)
+        await cell.until(lambda: len(cell.tokens(VICTIM)) > 2 and len(cell.tokens(BYSTANDER)) > 2)
+        cell.cancel(VICTIM)
+        await cell.freed(VICTIM)
+        drawn = len(cell.tokens(VICTIM))
+        assert drawn < ENDLESS.max_tokens
+        await cell.until(lambda: cell.finished(BYSTANDER))
+        assert cell.tokens(BYSTANDER) == greedy_tokens(tiny_llama, other.prompt.tolist(), 30)
+        assert len(cell.tokens(VICTIM)) == drawn  # nothing came after `freed`
+        await cell.freed(BYSTANDER)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_finished_already(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        await cell.generate(request(VICTIM), group=[0, 1])
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+# --- what is refused -----------------------------------------------------------------------
+
+
+async def test_a_reservation_that_comes_after_its_cancellation(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        cell.cancel(VICTIM)
+        await cell.freed(VICTIM)
+        with pytest.raises(Cancelled):
+            await cell.reserve(request(VICTIM))
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_a_join_that_comes_after_its_cancellation(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        cell.submit(job(victim), victim.prompt)
+        await cell.until(lambda: len(cell.about(KvLanded, rid=VICTIM)) == 2)
+        cell.cancel(VICTIM)
+        cell.decode.clients[0].notify("join", pack(JoinBatch(rid=VICTIM, first_token=1)))
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_a_second_reservation(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        await cell.reserve(request(VICTIM))
+        with pytest.raises(ProtocolError, match="reserved already"):
+            await cell.reserve(request(VICTIM))
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_a_token_bias_outside_the_vocabulary(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        biased = Sampling(temperature=0, logit_bias={10_000: 1.0})
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            await cell.reserve(request(VICTIM, sampling=biased))
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_a_bias_that_only_prefill_sees_fails_its_request_alone(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        cell.failures_expected = True
+        victim = request(VICTIM, sampling=Sampling(temperature=0, logit_bias={10_000: 1.0}))
+        cell.submit(job(victim), victim.prompt)
+        await cell.until(lambda: cell.about(RequestFailed, rid=VICTIM))
+        assert cell.heard[RequestFailed][0].code == "InvalidRequest"
+        cell.cancel(VICTIM)
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_kv_with_no_bridge_to_go_over_is_a_failure(tiny_llama: Path) -> None:
+    async with cell_of(tiny_llama) as cell:
+        cell.failures_expected = True
+        for rank in cell.prefill_gang.ranks:
+            rank._leave_bridge()
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        cell.submit(job(victim), victim.prompt)
+        await cell.until(lambda: len(cell.about(RequestFailed, rid=VICTIM)) == 2)
+        assert {it.code for it in cell.heard[RequestFailed]} == {TransferError.__name__}
+        cell.cancel(VICTIM)
+        await cell.connect()
+        await check_goes_on(cell, tiny_llama)
+
+
+# --- numbers that are no numbers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_logits_that_are_nan_fail_the_request(tiny_llama: Path, role: str) -> None:
+    async with cell_of(tiny_llama) as cell:
+        cell.failures_expected = True
+        gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
+        heads = [rank.engine.network.head_vd for rank in gang.ranks]
+        saved = [head[7, 0].item() for head in heads]
+        for head in heads:
+            head[7, 0] = float("nan")
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        cell.submit(job(victim), victim.prompt)
+        if role == "decode":
+            await cell.join(victim)
+        await cell.until(lambda: cell.about(RequestFailed, rid=VICTIM))
+        assert cell.heard[RequestFailed][0].code == "BadLogits"
+        assert len(cell.tokens(VICTIM)) == (role == "decode")
+        cell.cancel(VICTIM)
+        for head, value in zip(heads, saved, strict=True):
+            head[7, 0] = value
+        await check_goes_on(cell, tiny_llama)

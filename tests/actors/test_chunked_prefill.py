@@ -1,0 +1,229 @@
+"""Prompts in chunks, on groups that change, with KV that is moved: the same tokens.
+
+What a rank must hold after a job is worked out here token by token, as an array of owners.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gang_cell import Prompt, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.messages import KvShare, PrefillPiece, Span
+
+NOWHERE = -1
+Owners = npt.NDArray[np.int64]
+
+
+class Prefill:
+    """Chunks of one request, and which prefill instance owns which of its tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.done = 0
+        self.owners: Owners = np.full(len(request.prompt), NOWHERE)
+
+    @property
+    def holders(self) -> set[int]:
+        """Instances with KV of earlier chunks."""
+        return set(self.owners[: self.done].tolist())
+
+    def piece(self, stop: int, placement: Sequence[KvShare] = (), rng: Any = None) -> PrefillPiece:
+        """The next chunk; its history named in any order."""
+        history = spans_of(self.owners[: self.done])
+        (rng or random.Random(0)).shuffle(history)
+        return self.request.piece(
+            self.done, stop, history=tuple(history), placement=tuple(placement)
+        )
+
+
+def spans_of(owners: Owners) -> list[KvShare]:
+    """Runs of equal owners."""
+    cuts = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    return [
+        KvShare(instance=int(owners[start]), span=Span(start=start, stop=stop))
+        for start, stop in itertools.pairwise(cuts)
+        if start < stop
+    ]
+
+
+def run_job(
+    cell: ThreadCell,
+    prefills: Sequence[Prefill],
+    pieces: Sequence[PrefillPiece],
+    group: Sequence[int],
+    bounds: Sequence[int] | None = None,
+) -> int:
+    """Submit a job and note who owns its tokens afterwards."""
+    job = job_of(pieces, group, bounds)
+    tokens = [
+        prefill.request.prompt[piece.start : piece.start + piece.length]
+        for prefill, piece in zip(prefills, pieces, strict=True)
+    ]
+    job_id = cell.submit(job, np.concatenate(tokens))
+    rows = np.repeat(job.group, np.diff(job.bounds))
+    begin = 0
+    for prefill, piece in zip(prefills, pieces, strict=True):
+        end = piece.start + piece.length
+        prefill.owners[piece.start : end] = rows[begin : begin + piece.length]
+        for share in piece.placement:
+            prefill.owners[share.span.start : share.span.stop] = share.instance
+        prefill.done = end
+        begin += piece.length
+    return job_id
+
+
+def check_holdings(cell: ThreadCell, prefill: Prefill) -> None:
+    """Every prefill rank holds exactly the tokens that its instance owns."""
+    for rank in cell.prefill_gang.ranks:
+        rank.engine.pool.check_integrity()
+        held = rank.engine.pool.positions(prefill.request.rid).tolist()
+        assert held == np.flatnonzero(prefill.owners == rank.engine.instance).tolist()
+
+
+async def finish(cell: ThreadCell, model: Path, prefills: Sequence[Prefill]) -> None:
+    """Decode and compare; nothing may be left behind."""
+    requests = [prefill.request for prefill in prefills]
+    answers = await cell.answer(*requests)
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
+    await cell.freed(*(request.rid for request in requests))
+    await cell.prefilled(*cell.jobs)
+    cell.check_idle()
+
+
+async def reserved(cell: ThreadCell, *prompts: Prompt) -> list[Prefill]:
+    decode = range(cell.decode.instances)
+    prefills = [
+        Prefill(Request(rid=rid, prompt=prompt, shares=even_shares(len(prompt), decode)))
+        for rid, prompt in enumerate(prompts, start=1)
+    ]
+    for prefill in prefills:
+        await cell.reserve(prefill.request)
+    return prefills
+
+
+def place(*shares: tuple[int, int, int]) -> list[KvShare]:
+    """(instance, start, stop) triples."""
+    return [
+        KvShare(instance=instance, span=Span(start=start, stop=stop))
+        for instance, start, stop in shares
+    ]
+
+
+async def test_a_group_grows_and_history_is_rebalanced_over_it(tiny_llama: Path) -> None:
+    """Tetris: each chunk's group contains the last one's, and history spreads over it."""
+    async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
+        (it,) = await reserved(cell, prompt_of(90))
+        run_job(cell, [it], [it.piece(20)], [2])
+        halves = place((2, 0, 10), (0, 10, 20), (2, 20, 30), (0, 30, 40))
+        run_job(cell, [it], [it.piece(40, halves)], [2, 0])
+        quarters = place((2, 0, 15), (0, 15, 30), (1, 30, 50), (3, 50, 70))
+        await cell.prefilled(run_job(cell, [it], [it.piece(70, quarters)], [2, 0, 1, 3]))
+        check_holdings(cell, it)
+        run_job(cell, [it], [it.piece(90)], [3, 1, 0, 2])
+        await finish(cell, tiny_llama, [it])
+
+
+async def test_a_smaller_group_keeps_the_kv_of_a_larger_one(tiny_llama: Path) -> None:
+    """LoongServe: scale-down placement, any token on any of those that stay."""
+    async with thread_cell(tiny_llama, prefill=3, decode=2) as cell:
+        (it,) = await reserved(cell, prompt_of(60))
+        odd_and_even = place(*((1 if p % 2 else 0, p, p + 1) for p in range(40)))
+        await cell.prefilled(run_job(cell, [it], [it.piece(40, odd_and_even)], [2, 1, 0]))
+        check_holdings(cell, it)
+        run_job(cell, [it], [it.piece(60)], [0, 1])
+        await finish(cell, tiny_llama, [it])
+
+
+async def test_members_without_rows_lend_their_history(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
+        (it,) = await reserved(cell, prompt_of(50))
+        run_job(cell, [it], [it.piece(20)], [0, 2])
+        run_job(cell, [it], [it.piece(50)], [1, 2, 0], [0, 30, 30, 30])
+        await finish(cell, tiny_llama, [it])
+
+
+async def test_short_requests_fill_up_the_last_part(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
+        long, short, tiny = prefills = await reserved(
+            cell, prompt_of(50), prompt_of(9, 1), prompt_of(1, 2)
+        )
+        run_job(cell, [long], [long.piece(30)], [0, 1])
+        run_job(cell, prefills, [it.piece(len(it.request.prompt)) for it in prefills], [0, 1])
+        assert long.holders | short.holders | tiny.holders == {0, 1}
+        await finish(cell, tiny_llama, prefills)
+
+
+async def test_kv_that_is_not_sent_stays_until_it_is_cancelled(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
+        (it,) = await reserved(cell, prompt_of(30))
+        await cell.prefilled(run_job(cell, [it], [it.piece(20)], [0, 1]))
+        check_holdings(cell, it)
+        cell.cancel(1)
+        await cell.freed(1)
+        await cell.prefill.stats()  # the cancellation came before it on every connection
+        cell.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_plan_of_chunks(tiny_llama: Path, seed: int) -> None:
+    await run_random_plan(tiny_llama, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12, 300))
+async def test_any_plan_of_chunks_often(tiny_llama: Path, seed: int) -> None:
+    await run_random_plan(tiny_llama, seed)
+
+
+async def run_random_plan(model: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    instances, tp = rng.choice([(2, 1), (3, 1), (4, 1), (2, 2)])
+    async with thread_cell(model, prefill=instances, prefill_tp=tp, decode=2) as cell:
+        prompts = [prompt_of(rng.randint(1, 60), seed + n) for n in range(rng.randint(1, 3))]
+        prefills = await reserved(cell, *prompts)
+        waits = rng.random() < 0.5
+        while unfinished := [it for it in prefills if it.done < len(it.request.prompt)]:
+            chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
+            job_id = random_job(cell, chosen, instances, rng)
+            if waits:
+                await cell.prefilled(job_id)
+                for it in unfinished:
+                    if it.done < len(it.request.prompt):
+                        check_holdings(cell, it)
+        await finish(cell, model, prefills)
+
+
+def random_job(
+    cell: ThreadCell, chosen: Sequence[Prefill], instances: int, rng: random.Random
+) -> int:
+    """Any group that contains the holders, any bounds, any chunk lengths and placements."""
+    needed = set().union(*(it.holders for it in chosen))
+    others = [i for i in range(instances) if i not in needed]
+    group = [*needed, *rng.sample(others, rng.randint(0 if needed else 1, len(others)))]
+    rng.shuffle(group)
+    pieces = []
+    for it in chosen:
+        stop = rng.randint(it.done + 1, len(it.request.prompt))
+        placement = random_placement(rng.choice([0, it.done]), stop, group, rng)
+        pieces.append(it.piece(stop, placement if rng.random() < 0.6 else (), rng))
+    total = sum(piece.length for piece in pieces)
+    inner = sorted(rng.randint(0, total) for _ in group[1:])
+    return run_job(cell, chosen, pieces, group, [0, *inner, total])
+
+
+def random_placement(
+    start: int, stop: int, group: Sequence[int], rng: random.Random
+) -> list[KvShare]:
+    cuts = sorted({start, stop, *(rng.randint(start, stop) for _ in range(3))})
+    return place(*((rng.choice(group), a, b) for a, b in itertools.pairwise(cuts)))

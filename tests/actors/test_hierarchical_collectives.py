@@ -1,0 +1,274 @@
+"""Hierarchical collectives against flat ones and against plain tensor arithmetic."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_world import RankWorld, rank_world
+from torch import Tensor
+
+from csps.actors.collectives.row_gather import RowGather, all_gather
+from csps.actors.collectives.row_reduce import RowReduce, reduce_scatter
+from csps.actors.collectives.row_shards import RowShards
+from csps.actors.collectives.row_tree import MakeTree, flat_tree, server_tree
+from csps.actors.job_clock import JobClock
+from csps.actors.mesh import Mesh
+from csps.actors.transfers import Transfers
+
+T = TypeVar("T")
+
+WORLD = 6
+WIDTH = 5
+QUICK = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A group of ranks: in which order, on which servers, with how many rows each."""
+
+    ranks: tuple[int, ...]
+    servers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    takers: tuple[int, ...]
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(sum(self.lengths[:i]) for i in range(len(self.lengths) + 1))
+
+    def shards(self, mesh: Mesh, tree: MakeTree) -> RowShards:
+        return RowShards(
+            mesh=mesh,
+            ranks=self.ranks,
+            bounds=self.bounds,
+            servers=self.servers,
+            takers=self.takers,
+            tree=tree,
+            replicas=tuple(range(len(self.ranks))),
+        )
+
+    def on_members(self, world: RankWorld, body: Callable[[Mesh], T]) -> list[T]:
+        """What the body returns on each member; nothing is left of earlier byte counts."""
+        for mesh in world.meshes:
+            mesh.bytes_sent[:] = [0] * mesh.world_size
+        return world.each(len(self.ranks), lambda member: body(world.meshes[self.ranks[member]]))
+
+    def between_servers(self, world: RankWorld) -> int:
+        """Bytes that members sent to members of other servers."""
+        return sum(
+            world.meshes[rank].bytes_sent[peer]
+            for rank, server in zip(self.ranks, self.servers, strict=True)
+            for peer, other in zip(self.ranks, self.servers, strict=True)
+            if server != other
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, all_take: bool = False) -> Case:
+    size = draw(st.integers(1, WORLD))
+    members = st.integers(0, size - 1)
+    return Case(
+        ranks=tuple(draw(st.permutations(range(WORLD)))[:size]),
+        servers=tuple(sorted(draw(st.integers(0, 2)) for _ in range(size))),
+        lengths=tuple(draw(st.sampled_from((0, 1, 2, 7))) for _ in range(size)),
+        takers=tuple(range(size))
+        if all_take
+        else tuple(sorted(draw(st.sets(members, min_size=1)))),
+    )
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RankWorld]:
+    with rank_world(WORLD) as ranks:
+        yield ranks
+
+
+def transfers(mesh: Mesh) -> Transfers:
+    return Transfers(mesh, JobClock())
+
+
+def rows_of(case: Case) -> Tensor:
+    return torch.randn(case.bounds[-1], WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def contributions_of(case: Case) -> Tensor:
+    """(members, T, d), small integers: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (len(case.ranks), case.bounds[-1], WIDTH)
+    return torch.randint(-99, 99, shape, generator=generator).float()
+
+
+@QUICK
+@given(case=cases(), tree=st.sampled_from((flat_tree, server_tree)), parts=st.integers(1, 3))
+def test_gathered_rows_are_the_owners_bit_for_bit(
+    world: RankWorld, case: Case, tree: MakeTree, parts: int
+) -> None:
+    rows = rows_of(case)
+
+    def gather(mesh: Mesh) -> Tensor:
+        shards = case.shards(mesh, tree)
+        cut = tuple(shards.parts(parts))
+        with transfers(mesh) as line, RowGather(shards, rows[shards.held], cut, line) as stream:
+            if shards.member in case.takers:
+                for part in reversed(cut):
+                    stream.wait(part)
+                    assert torch.equal(stream.rows_td[part.rows], rows[part.rows])
+        return stream.rows_td
+
+    gathered = case.on_members(world, gather)
+    for member in case.takers:
+        assert torch.equal(gathered[member], rows)
+
+
+@QUICK
+@given(case=cases(), tree=st.sampled_from((flat_tree, server_tree)), parts=st.integers(1, 3))
+def test_reduced_rows_are_the_sums_of_what_takers_gave(
+    world: RankWorld, case: Case, tree: MakeTree, parts: int
+) -> None:
+    given_mtd = contributions_of(case)
+    expected = given_mtd[list(case.takers)].sum(0)
+
+    def reduce(mesh: Mesh) -> Tensor:
+        shards = case.shards(mesh, tree)
+        cut = tuple(shards.parts(parts))
+        like_d = torch.empty(WIDTH)
+        with transfers(mesh) as line, RowReduce(shards, like_d, cut, line) as stream:
+            if shards.member in case.takers:
+                for part in cut:
+                    stream.add(part, given_mtd[shards.member, part.rows])
+            return stream.result()
+
+    for member, sums in enumerate(case.on_members(world, reduce)):
+        assert torch.equal(sums, expected[case.bounds[member] : case.bounds[member + 1]])
+
+
+def gather_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:
+    rows = rows_of(case)
+
+    def gather(mesh: Mesh) -> None:
+        shards = case.shards(mesh, tree)
+        with transfers(mesh) as line:
+            all_gather(shards, rows[shards.held], line)
+
+    case.on_members(world, gather)
+
+
+def reduce_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:
+    contributions = contributions_of(case)
+
+    def reduce(mesh: Mesh) -> None:
+        shards = case.shards(mesh, tree)
+        with transfers(mesh) as line:
+            reduce_scatter(shards, contributions[shards.member], line)
+
+    case.on_members(world, reduce)
+
+
+@QUICK
+@given(case=cases(all_take=True), collective=st.sampled_from((gather_on_all, reduce_on_all)))
+def test_each_row_and_each_sum_crosses_to_a_server_once(
+    world: RankWorld, case: Case, collective: Callable[[Case, RankWorld, MakeTree], None]
+) -> None:
+    others = [len(set(case.servers) - {server}) for server in case.servers]
+    crossings = sum(rows * servers for rows, servers in zip(case.lengths, others, strict=True))
+    collective(case, world, server_tree)
+    assert case.between_servers(world) == crossings * WIDTH * 4
+
+
+@pytest.mark.parametrize("collective", [gather_on_all, reduce_on_all])
+@pytest.mark.parametrize("gpus", [1, 2, 3])
+def test_two_servers_exchange_one_gpus_share_of_the_flat_bytes(
+    world: RankWorld, gpus: int, collective: Callable[[Case, RankWorld, MakeTree], None]
+) -> None:
+    members = range(2 * gpus)
+    case = Case(
+        ranks=tuple(members),
+        servers=tuple(member // gpus for member in members),
+        lengths=(4,) * len(members),
+        takers=tuple(members),
+    )
+    between = {}
+    for tree in (flat_tree, server_tree):
+        collective(case, world, tree)
+        between[tree] = case.between_servers(world)
+    assert between[server_tree] * gpus == between[flat_tree]
+
+
+def test_sums_of_half_precision_are_formed_in_fp32(world: RankWorld) -> None:
+    case = Case(ranks=(0, 1, 2), servers=(0, 0, 0), lengths=(2, 0, 1), takers=(0, 1, 2))
+    # bf16 has 8 bits: 256 + 1 is 256, and so is that + 1 again.
+    terms = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
+
+    def reduce(mesh: Mesh) -> Tensor:
+        shards = case.shards(mesh, flat_tree)
+        with transfers(mesh) as line:
+            rows = terms[shards.member].expand(3, WIDTH).contiguous()
+            return reduce_scatter(shards, rows, line)
+
+    sums = torch.cat(case.on_members(world, reduce))
+    assert sums.dtype == torch.bfloat16
+    assert (sums == 258).all()
+
+
+def test_replicas_do_not_send_each_other_what_they_hold(world: RankWorld) -> None:
+    """Two instances of two tensor-parallel ranks, one a server."""
+    case = Case(ranks=(0, 1, 2, 3), servers=(0, 0, 1, 1), lengths=(3, 3, 2, 2), takers=(0, 1, 2, 3))
+    rows = rows_of(case)
+
+    def gather(mesh: Mesh) -> Tensor:
+        plain = case.shards(mesh, server_tree)
+        shards = RowShards(**{**vars(plain), "replicas": (0, 0, 1, 1)})
+        assert shards.held == (slice(0, 6) if mesh.rank < 2 else slice(6, 10))
+        with transfers(mesh) as line:
+            return all_gather(shards, rows[shards.held], line)
+
+    assert all(torch.equal(gathered, rows) for gathered in case.on_members(world, gather))
+    row_bytes = WIDTH * rows.element_size()
+    # Inside a server there are only the relays of the other server's rows.
+    assert [mesh.bytes_sent[mesh.rank ^ 1] for mesh in world.meshes[:4]] == [
+        2 * row_bytes, 2 * row_bytes, 3 * row_bytes, 3 * row_bytes
+    ]  # fmt: skip
+
+
+def test_near_rows_are_there_before_far_members_have_begun(world: RankWorld) -> None:
+    case = Case(ranks=(0, 1, 2), servers=(0, 0, 1), lengths=(2, 2, 2), takers=(0, 1, 2))
+    rows, near_done = rows_of(case), threading.Barrier(3, timeout=30)
+
+    def gather(mesh: Mesh) -> None:
+        shards = case.shards(mesh, server_tree)
+        parts = tuple(shards.parts(2))
+        if shards.member == 2:
+            near_done.wait()
+        with transfers(mesh) as line, RowGather(shards, rows[shards.held], parts, line) as stream:
+            if shards.member != 2:
+                for part in parts[:4]:
+                    stream.wait(part)
+                near_done.wait()
+
+    case.on_members(world, gather)
+
+
+def test_dead_peer_is_an_error_and_not_a_hang() -> None:
+    """Also for the member that would have got the dead one's rows from another."""
+    case = Case(ranks=(0, 1, 2, 3), servers=(0, 0, 1, 1), lengths=(1,) * 4, takers=(0, 1, 2, 3))
+    rows, dead = rows_of(case), 2
+
+    def gather(mesh: Mesh) -> None:
+        shards = case.shards(mesh, server_tree)
+        try:
+            if mesh.rank != dead:
+                with pytest.raises(RuntimeError), transfers(mesh) as line:
+                    all_gather(shards, rows[shards.held], line)
+        finally:
+            mesh.close()
+
+    with rank_world(4) as world:
+        case.on_members(world, gather)

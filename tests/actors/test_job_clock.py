@@ -1,0 +1,47 @@
+"""Where the time of a job goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from csps.actors import job_clock
+from csps.actors.job_clock import JobClock
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in one cell that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(job_clock.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_times_add_up(seconds: list[float]) -> None:
+    clock = JobClock(received=seconds[0])
+    seconds[0] = 103.0
+    clock.started = seconds[0]
+    with clock.communicating():
+        seconds[0] += 2.0
+    with clock.yielding():
+        seconds[0] += 5.0
+    with clock.communicating():
+        seconds[0] += 0.5
+    seconds[0] += 10.0
+    clock.finished = seconds[0]
+    assert clock.queue_s == 3.0
+    assert clock.communication_s == 2.5
+    assert clock.yielded_s == 5.0
+    assert clock.compute_s == 10.0
+
+
+def test_what_fails_is_counted_all_the_same(seconds: list[float]) -> None:
+    clock = JobClock()
+
+    def lose_the_peer() -> None:
+        with clock.communicating():
+            seconds[0] += 1.0
+            raise RuntimeError("peer lost")
+
+    with pytest.raises(RuntimeError, match="peer lost"):
+        lose_the_peer()
+    assert clock.communication_s == 1.0

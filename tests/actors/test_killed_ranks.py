@@ -1,0 +1,144 @@
+"""A rank is killed: its gang is lost, the other one lives on and works with the next."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from gang_cell import GREEDY, GangPlan, Request, even_shares, job_of, prompt_of
+from gang_processes import RankProcess
+from gang_threads import ThreadCell, eventually, in_threads, is_broken, thread_cell, thread_gang
+from greedy_reference import greedy_tokens
+
+from csps.protocols.messages import PrefillJob, RequestFailed, Sampling
+
+LASTING = Sampling(temperature=0, max_tokens=300)
+
+
+def request(rid: int, sampling: Sampling = GREEDY, length: int = 40) -> Request:
+    return Request(
+        rid=rid,
+        prompt=prompt_of(length, rid),
+        shares=even_shares(length, [0, 1]),
+        master=rid % 2,
+        sampling=sampling,
+    )
+
+
+def job(it: Request) -> PrefillJob:
+    return job_of([it.piece()], [0, 1])
+
+
+async def check_serves(cell: ThreadCell, model: Path, rid: int) -> None:
+    it = request(rid)
+    answers = await cell.generate(it, group=[0, 1])
+    assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
+    await cell.freed(rid)
+    await cell.prefilled(max(cell.jobs))
+
+
+async def test_a_prefill_rank_is_killed_in_the_middle_of_a_job(tiny_llama: Path) -> None:
+    async with (
+        AsyncExitStack() as later,
+        thread_cell(tiny_llama, prefill=2, decode=2, prefill_processes=[1]) as cell,
+    ):
+        decoding, victim = request(1, LASTING), request(2)
+        await cell.reserve(decoding)
+        await cell.reserve(victim)
+        cell.submit(job(decoding), decoding.prompt)
+        await cell.join(decoding)
+        cell.submit(job(victim), victim.prompt, ranks=[0])  # waits for rank 1
+        await cell.prefill.stats()
+
+        cell.prefill_gang.process(1).kill()
+        survivor = cell.prefill_gang.ranks[0]
+        await eventually(lambda: is_broken(survivor))
+        await cell.prefill.clients[0].closed  # it has hung up by itself
+        drawn = len(cell.tokens(1))
+        await cell.until(lambda: len(cell.tokens(1)) > drawn + 5)  # decode does not care
+
+        plan = GangPlan(model_dir=str(tiny_llama), role="prefill", instances=2)
+        cell.prefill_gang = await later.enter_async_context(thread_gang(plan))
+        cell.prefill = await cell.attach(cell.prefill_gang.addresses)
+        await cell.connect()
+        cell.cancel(2)
+        await cell.freed(2)
+        await check_serves(cell, tiny_llama, rid=3)
+        await cell.until(lambda: cell.finished(1))
+        assert cell.tokens(1) == greedy_tokens(
+            tiny_llama, decoding.prompt.tolist(), LASTING.max_tokens
+        )
+        await cell.freed(1)
+        cell.check_idle()
+
+
+async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) -> None:
+    async with (
+        AsyncExitStack() as later,
+        thread_cell(tiny_llama, prefill=2, decode=2, decode_processes=[1]) as cell,
+    ):
+        cell.failures_expected = True
+        decoding, sending, late = request(1, LASTING), request(2), request(3)
+        for it in (decoding, sending, late):
+            await cell.reserve(it)
+        cell.submit(job(decoding), decoding.prompt)
+        await cell.join(decoding)
+        await cell.until(lambda: len(cell.tokens(1)) > 2)
+        victim = cell.decode_gang.process(1)
+        victim.stop()  # takes nothing any more
+        sent = cell.submit(job(sending), sending.prompt)
+        await cell.until(lambda: cell.tokens(2))  # prefill is done with computing
+
+        victim.kill()
+        await cell.until(lambda: cell.about(RequestFailed, rid=2, code="TransferError"))
+        await eventually(lambda: is_broken(cell.decode_gang.ranks[0]))  # it was decoding
+        await cell.prefilled(sent)
+        after = cell.submit(job(late), late.prompt)  # the router may not know yet
+        await cell.until(lambda: cell.about(RequestFailed, rid=3, code="TransferError"))
+        await cell.prefilled(after)
+        for rank in cell.prefill_gang.ranks:
+            rank.check_health()
+            rank.engine.pool.check_integrity()
+            assert rank.engine.pool.used == 0
+
+        plan = GangPlan(model_dir=str(tiny_llama), role="decode", instances=2)
+        cell.decode_gang = await later.enter_async_context(thread_gang(plan))
+        cell.decode = await cell.attach(cell.decode_gang.addresses)
+        await cell.connect()
+        await check_serves(cell, tiny_llama, rid=4)
+        cell.check_idle()
+
+
+async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
+    """Idle, or in the middle of a job whose other half nobody will compute."""
+    plan = GangPlan(model_dir=str(tiny_llama), role="prefill", instances=2)
+    members = [RankProcess(plan.rank_fields(0))]
+    try:
+        [store] = await in_threads([members[0].store])
+        members.append(RankProcess(plan.rank_fields(1), store))
+        cell = ThreadCell()
+        cell.prefill = await cell.attach(await in_threads([it.start for it in members]))
+        it = request(1)
+        cell.submit(job(it), it.prompt, ranks=[0])
+        await cell.prefill.stats()
+        assert await in_threads([member.end for member in members]) == [0, 0]
+    finally:
+        for member in members:
+            member.close()
+
+
+@pytest.mark.slow
+async def test_gangs_of_processes_answer_as_gangs_of_threads_do(tiny_llama: Path) -> None:
+    processes = [1, 2, 3]
+    async with thread_cell(
+        tiny_llama,
+        prefill=2,
+        prefill_tp=2,
+        decode=2,
+        decode_tp=2,
+        prefill_processes=processes,
+        decode_processes=processes,
+    ) as cell:
+        await check_serves(cell, tiny_llama, rid=1)
+        assert await cell.used_slots() == {0}

@@ -1,0 +1,471 @@
+"""KV over a real bridge: what was promised lands, and anything else is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore
+
+from csps.actors.bridge import Bridge, KvHeader, heads_to_deliver, send_layer
+from csps.actors.kv_pool import KvPool
+from csps.actors.landing import Landing, Reservation
+from csps.actors.layout import local_pieces
+from csps.actors.name_digest import name_digest
+from csps.models.spec import ModelSpec, kv_head_range, read_spec
+from csps.protocols.errors import TransferError
+from csps.protocols.messages import (
+    ConnectBridge,
+    KvLanded,
+    KvShare,
+    PrefillPiece,
+    RequestFailed,
+    Reserve,
+    Sampling,
+    Span,
+)
+
+LAYERS, HEAD_DIM, RID, EPOCH = 2, 4, 7, "epoch"
+NEXT_RID = 8
+"""Of a request whose landing proves that whatever was sent before it has been dealt with."""
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama: Path) -> ModelSpec:
+    return replace(read_spec(tiny_llama), layers=LAYERS, head_dim=HEAD_DIM)
+
+
+# --- headers -------------------------------------------------------------------------------
+
+
+def header(**fields: Any) -> KvHeader:
+    defaults: dict[str, Any] = {
+        "epoch": name_digest(EPOCH),
+        "rid": RID,
+        "layer": 0,
+        "span": Span(start=0, stop=10),
+        "heads": range(2, 4),
+        "dtype": torch.float32,
+    }
+    return KvHeader(**defaults | fields)
+
+
+@given(
+    st.builds(
+        header,
+        epoch=st.integers(0, 2**63 - 1),
+        rid=st.integers(0, 2**63 - 1),
+        layer=st.integers(0, 200),
+        span=st.builds(
+            lambda start, length: Span(start=start, stop=start + length),
+            st.integers(0, 2**40),
+            st.integers(0, 2**40),
+        ),
+        heads=st.builds(range, st.integers(0, 64), st.integers(64, 128)),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    )
+)
+def test_a_header_survives_the_wire(it: KvHeader) -> None:
+    words = it.pack()
+    assert words.dtype == torch.int64
+    assert words.shape == (KvHeader.WORDS,)
+    assert KvHeader.unpack(words) == it
+
+
+@pytest.mark.parametrize(("word", "value"), [(0, 1), (4, 11), (4, -1), (6, 5), (8, 9), (8, -1)])
+def test_what_is_no_header_is_refused(word: int, value: int) -> None:
+    words = header().pack()
+    words[word] = value
+    with pytest.raises(TransferError, match="expected a KV header"):
+        KvHeader.unpack(words)
+
+
+def test_epochs_are_told_apart() -> None:
+    names = [f"{prefill}.{decode}.{n}" for prefill in "ab" for decode in "cd" for n in range(50)]
+    numbers = {name_digest(name) for name in names}
+    assert len(numbers) == len(names)
+    assert all(0 <= number < 2**63 for number in numbers)
+
+
+# --- reservations --------------------------------------------------------------------------
+
+
+def reservation(
+    spans: tuple[Span, ...], heads: range = range(2, 4), layers: int = LAYERS
+) -> Reservation:
+    request = Reserve(
+        rid=RID,
+        epoch=EPOCH,
+        shares=tuple(KvShare(instance=0, span=span) for span in spans),
+        master=0,
+        prompt_length=max(span.stop for span in spans),
+        sampling=Sampling(),
+    )
+    return Reservation(request=request, spans=spans, heads=heads, layers=layers, owner="router")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epoch": name_digest("a former epoch")},
+        {"layer": LAYERS},
+        {"layer": -1},
+        {"span": Span(start=0, stop=11)},
+        {"span": Span(start=12, stop=14)},
+        {"span": Span(start=8, stop=22)},  # two spans of the share and what is between them
+        {"span": Span(start=5, stop=5)},
+        {"heads": range(2, 5)},
+        {"heads": range(1, 3)},
+        {"heads": range(3, 3)},
+    ],
+    ids=str,
+)
+def test_what_was_not_promised_is_not_counted(wrong: dict[str, Any]) -> None:
+    it = reservation((Span(start=0, stop=10), Span(start=20, stop=25)))
+    promised = it.missing
+    with pytest.raises(TransferError):
+        it.accept(header(**wrong))
+    assert it.missing == promised
+
+
+@pytest.mark.parametrize(
+    "again",
+    [{}, {"span": Span(start=9, stop=10)}, {"heads": range(3, 4)}, {"span": Span(start=4, stop=6)}],
+    ids=str,
+)
+def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> None:
+    it = reservation((Span(start=0, stop=10),))
+    it.accept(header())
+    with pytest.raises(TransferError, match="arrived before"):
+        it.accept(header(**again))
+
+
+@given(
+    cuts=st.sets(st.integers(1, 29)),
+    order=st.randoms(use_true_random=False),
+    spans=st.sampled_from([((0, 30),), ((0, 10), (10, 30)), ((5, 9), (0, 2), (20, 21))]),
+)
+def test_a_share_is_complete_exactly_when_all_of_it_has_arrived(
+    cuts: set[int], order: Any, spans: tuple[tuple[int, int], ...]
+) -> None:
+    it = reservation(tuple(Span(start=start, stop=stop) for start, stop in spans))
+    parts = [
+        header(layer=layer, span=Span(start=start, stop=stop), heads=range(head, head + 1))
+        for begin, end in spans
+        for start, stop in pairwise(sorted({begin, end, *(c for c in cuts if begin < c < end)}))
+        for layer in range(LAYERS)
+        for head in range(2, 4)
+    ]
+    order.shuffle(parts)
+    for part in parts:
+        assert it.missing
+        it.accept(part)
+    assert it.missing == 0
+
+
+# --- between gangs of any shape ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (8, 2), (8, 1), (12, 3)])
+def test_every_wanted_head_is_delivered_by_one_rank_that_has_it(
+    spec: ModelSpec, heads: int, kv_heads: int
+) -> None:
+    model = replace(spec, heads=heads, kv_heads=kv_heads)
+    sizes = [tp for tp in range(1, heads + 1) if divides(model, tp)]
+    assert len(sizes) >= 2
+    for sender_tp in sizes:
+        for receiver_tp in sizes:
+            for receiver in range(receiver_tp):
+                wanted = kv_head_range(model, receiver, receiver_tp)
+                delivered: list[int] = []
+                for sender in range(sender_tp):
+                    own = kv_head_range(model, sender, sender_tp)
+                    part = heads_to_deliver(model, sender, sender_tp, wanted)
+                    assert set(part) <= set(own)
+                    delivered += part
+                assert delivered == list(wanted)
+
+
+def divides(spec: ModelSpec, tp: int) -> bool:
+    try:
+        kv_head_range(spec, 0, tp)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Both gangs, and how a prompt lies in each."""
+
+    prefill: int
+    prefill_tp: int
+    decode: int
+    decode_tp: int
+    bounds: tuple[int, ...]
+    destinations: tuple[KvShare, ...]
+
+    @property
+    def length(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def prefill_ranks(self) -> int:
+        return self.prefill * self.prefill_tp
+
+    @property
+    def decode_ranks(self) -> int:
+        return self.decode * self.decode_tp
+
+    @property
+    def connection(self) -> ConnectBridge:
+        return ConnectBridge(
+            epoch=EPOCH,
+            store_host="",
+            store_port=0,
+            prefill_ranks=self.prefill_ranks,
+            decode_ranks=self.decode_ranks,
+            prefill_tp=self.prefill_tp,
+            decode_tp=self.decode_tp,
+        )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    prefill, decode = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    length = draw(st.integers(1, 20))
+    inner = sorted(
+        draw(st.lists(st.integers(0, length), min_size=prefill - 1, max_size=prefill - 1))
+    )
+    cuts = sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=3))})
+    shares = [
+        KvShare(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
+        for start, stop in pairwise(cuts)
+    ]
+    return Shape(
+        prefill=prefill,
+        prefill_tp=draw(st.sampled_from((1, 2, 4))),
+        decode=decode,
+        decode_tp=draw(st.sampled_from((1, 2, 4))),
+        bounds=(0, *inner, length),
+        destinations=tuple(draw(st.permutations(shares))),
+    )
+
+
+class Receiver:
+    """The decode rank's end: pool, reservation, landing, and what it reported."""
+
+    def __init__(self, bridge: Bridge, rank: int, spec: ModelSpec, shares: tuple[KvShare, ...]):
+        instance, tp_rank = bridge.decode.instance_of(rank), bridge.decode.tp_rank_of(rank)
+        heads = kv_head_range(spec, tp_rank, bridge.decode.tp)
+        self.spans = tuple(share.span for share in shares if share.instance == instance)
+        self.reservations: dict[int, Reservation] = {}
+        self.pool = KvPool(
+            layers=LAYERS,
+            slots=64,
+            kv_heads=len(heads),
+            head_dim=HEAD_DIM,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.heads = heads
+        self.reports: SimpleQueue[Any] = SimpleQueue()
+        if self.spans:
+            for rid in (RID, NEXT_RID):
+                self.reservations[rid] = reservation(self.spans, heads)
+                self.pool.allocate(rid, self.spans)
+        self.landing = Landing(
+            bridge,
+            self.pool,
+            rank=rank,
+            find=self.reservations.get,
+            on_landed=self.reports.put,
+            on_failed=self.reports.put,
+            on_broken=self.reports.put,
+        )
+
+    def report(self) -> Any:
+        """The next thing that the rank reported."""
+        return self.reports.get(timeout=WAIT_S)
+
+
+def bridges(shape: Shape) -> tuple[list[Bridge], list[Bridge]]:
+    """All ranks' ends, prefill's and decode's."""
+    store, world = HashStore(), shape.prefill_ranks + shape.decode_ranks
+
+    def make(index: int) -> Bridge:
+        is_decode = index >= shape.prefill_ranks
+        rank = index - shape.prefill_ranks if is_decode else index
+        return Bridge(
+            store,
+            shape.connection,
+            rank=rank,
+            is_decode=is_decode,
+            device="cpu",
+            host="127.0.0.1",
+        )
+
+    with ThreadPoolExecutor(world) as threads:
+        made = list(threads.map(make, range(world)))
+    return made[: shape.prefill_ranks], made[shape.prefill_ranks :]
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shape=shapes())
+def test_every_decode_rank_gets_its_tokens_and_heads(spec: ModelSpec, shape: Shape) -> None:
+    model = replace(spec, heads=8, kv_heads=2)
+    k, v = (torch.randn(LAYERS, shape.length, model.kv_heads, HEAD_DIM) for _ in range(2))
+    senders, ends = bridges(shape)
+    receivers = [Receiver(end, r, model, shape.destinations) for r, end in enumerate(ends)]
+    piece = PrefillPiece(rid=RID, start=0, length=shape.length, destinations=shape.destinations)
+    sendings = []
+    for rank, bridge in enumerate(senders):
+        heads = kv_head_range(model, bridge.prefill.tp_rank_of(rank), shape.prefill_tp)
+        columns = slice(heads.start, heads.stop)
+        for part in local_pieces([piece], shape.bounds, bridge.prefill.instance_of(rank)):
+            rows = slice(part.span.start, part.span.stop)
+            for layer in range(LAYERS):
+                sendings += send_layer(
+                    bridge,
+                    model,
+                    rank=rank,
+                    layer=layer,
+                    part=part,
+                    k_thd=k[layer, rows, columns],
+                    v_thd=v[layer, rows, columns],
+                )
+    for receiver in receivers:
+        if receiver.spans:
+            landed = receiver.report()
+            assert isinstance(landed, KvLanded)
+            assert landed.tokens == sum(span.length for span in receiver.spans)
+            check_pool(receiver, k, v)
+        assert receiver.reports.empty()
+    for sending in sendings:
+        sending.wait()
+    for receiver in receivers:
+        receiver.landing.close()
+
+
+def check_pool(receiver: Receiver, k: Tensor, v: Tensor) -> None:
+    columns = slice(receiver.heads.start, receiver.heads.stop)
+    for layer in range(LAYERS):
+        seen = 0
+        for run in receiver.pool.view(layer, RID):
+            assert torch.equal(run.k_thd, k[layer, run.positions, columns])
+            assert torch.equal(run.v_thd, v[layer, run.positions, columns])
+            seen += len(run.positions)
+        assert seen == sum(span.length for span in receiver.spans)
+    receiver.pool.check_integrity()
+
+
+# --- what goes wrong -----------------------------------------------------------------------
+
+PAIR = Shape(1, 1, 1, 1, (0, 10), (KvShare(instance=0, span=Span(start=0, stop=10)),))
+
+
+@contextmanager
+def pair(spec: ModelSpec) -> Iterator[tuple[Bridge, Receiver]]:
+    """One rank on either side, and a reservation of 10 tokens."""
+    senders, ends = bridges(PAIR)
+    receiver = Receiver(ends[0], 0, spec, PAIR.destinations)
+    try:
+        yield senders[0], receiver
+    finally:
+        receiver.landing.close()
+        senders[0].close()
+
+
+def send(bridge: Bridge, it: KvHeader) -> None:
+    k, v = (torch.ones(it.span.length, len(it.heads), HEAD_DIM, dtype=it.dtype) for _ in range(2))
+    bridge.send(0, it, k, v).wait()
+
+
+def send_share(bridge: Bridge, spec: ModelSpec, rid: int) -> None:
+    for layer in range(LAYERS):
+        send(bridge, header(rid=rid, layer=layer, heads=range(spec.kv_heads)))
+
+
+def check_next_lands(bridge: Bridge, receiver: Receiver, spec: ModelSpec) -> None:
+    """And nothing else was reported."""
+    send_share(bridge, spec, NEXT_RID)
+    landed = receiver.report()
+    assert isinstance(landed, KvLanded)
+    assert landed.rid == NEXT_RID
+    assert receiver.reports.empty()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epoch": name_digest("a former epoch")},
+        {"span": Span(start=0, stop=11)},
+        {"layer": LAYERS},
+        {"dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_wrong_kv_fails_its_request_and_nothing_of_it_lands(
+    spec: ModelSpec, wrong: dict[str, Any]
+) -> None:
+    """The stream goes on behind it: the bad message was received to its end."""
+    with pair(spec) as (bridge, receiver):
+        send(bridge, header(heads=range(spec.kv_heads), **wrong))
+        failed = receiver.report()
+        assert isinstance(failed, RequestFailed)
+        assert (failed.rid, failed.code) == (RID, "TransferError")
+        send_share(bridge, spec, RID)
+        check_next_lands(bridge, receiver, spec)
+
+
+def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
+    with pair(spec) as (bridge, receiver):
+        for _ in range(2):
+            send(bridge, header(heads=range(spec.kv_heads)))
+        assert isinstance(receiver.report(), RequestFailed)
+        check_next_lands(bridge, receiver, spec)
+
+
+def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
+    with pair(spec) as (bridge, receiver):
+        del receiver.reservations[RID]
+        send_share(bridge, spec, RID)
+        check_next_lands(bridge, receiver, spec)
+
+
+def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
+    with pair(spec) as (bridge, receiver):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KvHeader, "pack", lambda self: torch.zeros(9, dtype=torch.int64))
+            bridge.send(0, header(), torch.empty(0), torch.empty(0))
+        assert isinstance(receiver.report(), TransferError)
+
+
+def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:
+    with pair(spec) as (bridge, receiver):
+        bridge.close()
+        for thread in receiver.landing._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert receiver.reports.empty()
+
+
+def test_closing_ends_the_receivers(spec: ModelSpec) -> None:
+    with pair(spec) as (_, receiver):
+        receiver.landing.close()
+        for thread in receiver.landing._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert receiver.reports.empty()

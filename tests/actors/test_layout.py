@@ -1,0 +1,100 @@
+"""Who owns which rank, token and head."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.actors.layout import GangLayout, even_share, local_pieces
+from csps.actors.strategies.group import HeadSplit
+from csps.protocols.messages import PrefillPiece
+
+
+@given(instances=st.integers(1, 5), tp=st.integers(1, 4))
+def test_every_rank_has_one_place(instances: int, tp: int) -> None:
+    layout = GangLayout(world_size=instances * tp, tp=tp)
+    assert layout.instances == instances
+    places = [(layout.instance_of(r), layout.tp_rank_of(r)) for r in range(instances * tp)]
+    assert places == [(i, t) for i in range(instances) for t in range(tp)]
+    assert [layout.rank_of(*place) for place in places] == list(range(instances * tp))
+    assert [r for i in range(instances) for r in layout.ranks_of(i)] == list(range(instances * tp))
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(3, 2), (4, 0), (2, -1)])
+def test_worlds_that_cannot_be_cut_are_refused(world_size: int, tp: int) -> None:
+    with pytest.raises(ValueError, match=f"tp={tp}"):
+        GangLayout(world_size=world_size, tp=tp)
+
+
+@given(total=st.integers(0, 100), parts=st.integers(1, 9))
+def test_even_shares_cover_everything_and_differ_by_one(total: int, parts: int) -> None:
+    shares = [even_share(total, parts, index) for index in range(parts)]
+    assert [it for share in shares for it in share] == list(range(total))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@st.composite
+def cut_batches(draw: st.DrawFn) -> tuple[list[PrefillPiece], list[int]]:
+    pieces = [
+        PrefillPiece(rid=rid, start=draw(st.integers(0, 20)), length=length)
+        for rid, length in enumerate(draw(st.lists(st.integers(1, 12), min_size=1, max_size=5)))
+    ]
+    total = sum(piece.length for piece in pieces)
+    inner = draw(st.lists(st.integers(0, total), max_size=6))
+    return pieces, [0, *sorted(inner), total]
+
+
+@given(cut_batches())
+def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillPiece], list[int]]) -> None:
+    """Every token of every piece is one row of one member, and the other way round."""
+    pieces, bounds = batch
+    laid_out = [(piece.rid, piece.start + i) for piece in pieces for i in range(piece.length)]
+    for member, (begin, end) in enumerate(pairwise(bounds)):
+        rows: dict[int, tuple[int, int]] = {}
+        for part in local_pieces(pieces, bounds, member):
+            tokens = [(part.piece.rid, p) for p in range(part.span.start, part.span.stop)]
+            rows.update(zip(range(part.rows.start, part.rows.stop), tokens, strict=True))
+        assert [rows[row] for row in range(end - begin)] == laid_out[begin:end]
+        assert len(rows) == end - begin
+
+
+@st.composite
+def head_splits(draw: st.DrawFn) -> HeadSplit:
+    kv_heads = draw(st.integers(1, 6))
+    group = draw(st.integers(1, 6))
+    return HeadSplit(heads=kv_heads * group, kv_heads=kv_heads, parts=draw(st.integers(1, 10)))
+
+
+@given(head_splits())
+def test_members_own_every_query_head_once_and_the_kv_heads_it_reads(split: HeadSplit) -> None:
+    group, owned = split.heads // split.kv_heads, []
+    for part in range(split.parts):
+        queries = range(split.heads)[split.queries(part)]
+        keys = range(split.kv_heads)[split.keys(part)]
+        assert set(keys) == {head // group for head in queries}
+        assert (split.query_count(part), split.key_count(part)) == (len(queries), len(keys))
+        owned += queries
+    assert owned == list(range(split.heads))
+    sizes = [split.query_count(part) for part in range(split.parts)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(head_splits())
+def test_uniform_runs_are_what_grouped_query_attention_computes(split: HeadSplit) -> None:
+    """Inside a run, query head i reads KV head i // (queries / keys): the right one."""
+    group = split.heads // split.kv_heads
+    for part in range(split.parts):
+        queries = range(split.heads)[split.queries(part)]
+        keys = range(split.kv_heads)[split.keys(part)]
+        seen = []
+        for own_queries, own_keys in split.uniform_runs(part) if queries else []:
+            run_queries, run_keys = queries[own_queries], keys[own_keys]
+            assert len(run_queries) % len(run_keys) == 0
+            per_key = len(run_queries) // len(run_keys)
+            for index, head in enumerate(run_queries):
+                assert run_keys[index // per_key] == head // group
+            seen += run_queries
+        assert seen == list(queries)

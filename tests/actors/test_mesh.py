@@ -1,0 +1,155 @@
+"""Groups of ranks: messages match in order, and nobody waits for who is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from mesh_threads import on_ranks
+from torch.distributed import HashStore
+
+from csps.actors import mesh as mesh_module
+from csps.actors.mesh import IDLE, InstanceGroup, Mesh, Tag, host_store, join_store
+
+JOIN_S = 10.0
+
+
+def test_messages_of_one_tag_arrive_in_order_whatever_other_tags_do() -> None:
+    def body(mesh: Mesh) -> list[float]:
+        peer = 1 - mesh.rank
+        sends = [mesh.send(torch.tensor([float(i)]), peer, Tag.HISTORY) for i in range(3)]
+        sends.append(mesh.send(torch.tensor([9.0]), peer, Tag.KV_MOVE))
+        other, first, second = torch.empty(1), torch.empty(1), torch.empty(1)
+        mesh.recv(other, peer, Tag.KV_MOVE).wait()
+        mesh.recv(first, peer, Tag.HISTORY).wait()
+        third = torch.empty(1)
+        mesh.recv(second, peer, Tag.HISTORY).wait()
+        mesh.recv(third, peer, Tag.HISTORY).wait()
+        for send in sends:
+            send.wait()
+        return [other.item(), first.item(), second.item(), third.item()]
+
+    assert on_ranks(2, body) == [[9.0, 0.0, 1.0, 2.0]] * 2
+
+
+def test_an_exchange_leaves_out_what_is_empty() -> None:
+    def body(mesh: Mesh) -> torch.Tensor:
+        peer, got = 1 - mesh.rank, torch.zeros(2)
+        nothing = torch.empty(0, 3)
+        mesh.exchange(
+            [(peer, nothing), (peer, torch.full((2,), float(mesh.rank)))],
+            [(peer, nothing), (peer, got)],
+            Tag.HISTORY,
+        ).wait()
+        return got
+
+    zeros, ones = on_ranks(2, body)
+    assert zeros.tolist() == [1.0, 1.0]
+    assert ones.tolist() == [0.0, 0.0]
+
+
+def waiting(operation: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """An operation that waits, in a thread, and what it fails with."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            operation()
+        except RuntimeError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_closing_wakes_waiters_here_and_at_peers_and_leaves_the_others_alone() -> None:
+    barrier = threading.Barrier(3)
+
+    def body(mesh: Mesh) -> bool:
+        waiter = None
+        if mesh.rank == 0:  # waits for 2 on its own mesh, which it closes
+            waiter = waiting(lambda: mesh.recv(torch.empty(1), 2, Tag.HISTORY).wait(IDLE))
+        if mesh.rank == 1:  # waits for 0, which goes
+            waiter = waiting(lambda: mesh.recv(torch.empty(1), 0, Tag.HISTORY).wait(IDLE))
+        barrier.wait()
+        if mesh.rank == 0:
+            mesh.close()
+        if waiter is not None:
+            thread, errors = waiter
+            thread.join(JOIN_S)
+            assert not thread.is_alive()
+            assert len(errors) == 1
+        barrier.wait()
+        if mesh.rank == 1:
+            mesh.send(torch.ones(1), 2, Tag.HISTORY).wait()
+        if mesh.rank == 2:
+            got = torch.zeros(1)
+            mesh.recv(got, 1, Tag.HISTORY).wait()
+            return bool(got.item())
+        return True
+
+    assert on_ranks(3, body) == [True] * 3
+
+
+def test_closing_a_world_of_one_and_closing_twice() -> None:
+    def body(mesh: Mesh) -> None:
+        mesh.close()
+        mesh.close()
+
+    on_ranks(1, body)
+    on_ranks(2, body)
+
+
+def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks of an instance drift apart by the length of a layer."""
+    monkeypatch.setattr(mesh_module, "JOIN_DEADLINE", timedelta(milliseconds=200))
+    store, late = HashStore(), threading.Event()
+    groups: dict[int, InstanceGroup] = {}
+
+    def form(rank: int) -> None:
+        groups[rank] = InstanceGroup(
+            store, name="tp", rank=rank, size=2, device="cpu", host="127.0.0.1"
+        )
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    total = torch.full((3,), 1.0)
+    thread, errors = waiting(lambda: groups[0].all_reduce(total))
+    assert not late.wait(0.5)  # the deadline of forming has passed
+    groups[1].all_reduce(torch.full((3,), 2.0))
+    thread.join(JOIN_S)
+    assert not errors
+    assert total.tolist() == [3.0] * 3
+    for group in groups.values():
+        group.close()
+    with pytest.raises(RuntimeError):
+        groups[0].all_reduce(total)
+
+
+def test_a_store_listens_on_its_host_only() -> None:
+    hosted = host_store("127.0.0.1")
+    joined = join_store(hosted.address)
+    joined.set("key", "value")
+    assert hosted.store.get("key") == b"value"
+    assert bound_addresses(hosted.address.port) == {"0100007F"}  # 127.0.0.1
+
+
+def bound_addresses(port: int) -> set[str]:
+    """Addresses, in hexadecimal, that a local port listens on, by the kernel's own list."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as lines:
+            for line in list(lines)[1:]:
+                address, bound = line.split()[1].rsplit(":", 1)
+                if int(bound, 16) == port and line.split()[3] == "0A":
+                    found.add(address)
+    return found

@@ -1,0 +1,87 @@
+"""Q out, (O, LSE) back: the merged rows equal dense attention, wherever the keys lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from dense_reference import dense_attention
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mesh_threads import on_ranks
+from torch import Tensor
+
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.kernels.attention import attention
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+TAGS = (Tag.DECODE_QUERY, Tag.DECODE_PARTIAL)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests with one query row each."""
+
+    ranks: int
+    masters: tuple[int, ...]
+    """By request: the rank of its row."""
+    holders: tuple[tuple[int, ...], ...]
+    """By request and key: the rank that holds it."""
+
+    def tensors(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(request)
+        keys = len(self.holders[request])
+        shapes = ((1, HEADS), (keys, KV_HEADS), (keys, KV_HEADS))
+        q, k, v = (torch.randn(*shape, HEAD_DIM, generator=generator) for shape in shapes)
+        return q, k, v
+
+    def routes(self, rank: int) -> QueryRoutes:
+        rows = [r for r, master in enumerate(self.masters) if master == rank]
+        outgoing: dict[int, list[int]] = {}
+        incoming: dict[int, list[int]] = {}
+        for request, master in enumerate(self.masters):
+            for holder in sorted(set(self.holders[request]) - {master}):
+                if master == rank:
+                    outgoing.setdefault(holder, []).append(rows.index(request))
+                if holder == rank:
+                    incoming.setdefault(master, []).append(request)
+        held = [row for row, request in enumerate(rows) if rank in self.holders[request]]
+        return QueryRoutes(rows=rows, held_here=held, outgoing=outgoing, incoming=incoming)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.integers(1, 5))
+    rank = st.integers(0, ranks - 1)
+    holders = draw(st.lists(st.lists(rank, min_size=1, max_size=9), max_size=5))
+    return Case(ranks, tuple(draw(rank) for _ in holders), tuple(map(tuple, holders)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_equals_dense_attention(case: Case) -> None:
+    def body(mesh: Mesh) -> tuple[list[int], Tensor]:
+        def partial(request: int, q: Tensor) -> tuple[Tensor, Tensor]:
+            _, k, v = case.tensors(request)
+            mine = [i for i, rank in enumerate(case.holders[request]) if rank == mesh.rank]
+            assert mine, "asked for keys that are not here"
+            return attention(q, k[mine], v[mine], q_positions=None, k_positions=None)
+
+        routes = case.routes(mesh.rank)
+        queries = [case.tensors(request)[0] for request in routes.rows]
+        q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
+        return list(routes.rows), exchange_queries(
+            q, mesh=mesh, routes=routes, partial=partial, tags=TAGS
+        )
+
+    answered = []
+    for rows, out in on_ranks(case.ranks, body):
+        assert out.dtype == torch.float32
+        assert len(out) == len(rows)
+        for request, row in zip(rows, out, strict=True):
+            q, k, v = case.tensors(request)
+            expected, _ = dense_attention(q, k, v, q_positions=None, k_positions=None)
+            torch.testing.assert_close(row[None].double(), expected, atol=1e-5, rtol=0.0)
+            answered.append(request)
+    assert sorted(answered) == list(range(len(case.masters)))

@@ -1,0 +1,157 @@
+"""A rank's own life: it starts or says why not, it tells when it is broken, it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang_cell import (
+    ANSWER_S,
+    GREEDY,
+    SECRET,
+    Cell,
+    GangPlan,
+    Request,
+    even_shares,
+    job_of,
+    prompt_of,
+)
+from gang_threads import eventually, is_broken, thread_cell, thread_gang
+from greedy_reference import greedy_tokens
+
+from csps.actors.mesh import host_store
+from csps.actors.rank import Rank, RankConfig
+from csps.models.errors import CheckpointError
+from csps.models.network import Layer
+from csps.protocols.errors import FaultError, ProtocolError
+from csps.protocols.messages import JoinBatch, PrefillDone
+from csps.protocols.schema import pack
+
+
+def alone(model: Path, **fields: object) -> Rank:
+    plan = GangPlan(model_dir=str(model), role="prefill", instances=1)
+    config = RankConfig(**{**plan.rank_fields(0), **fields})
+    return Rank(config, secret=SECRET, store=host_store("127.0.0.1"))
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_said_and_the_rank_still_closes(
+    tmp_path: Path,
+) -> None:
+    rank = alone(tmp_path)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        rank.start()
+    rank.close()
+
+
+def test_a_world_that_tp_does_not_divide_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="tp=2"):
+        alone(tiny_llama, tp=2)
+
+
+def test_closing_ends_all_threads(tiny_llama: Path) -> None:
+    before = set(threading.enumerate())
+    rank = alone(tiny_llama, role="elastic")
+    rank.start()
+    assert set(threading.enumerate()) > before
+    rank.close()
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    rank.check_health()  # it was asked to
+
+
+async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
+        for rank in (*cell.prefill_gang.ranks, *cell.decode_gang.ranks):
+            for group in rank._groups:
+                group.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
+    tiny_llama: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
+    async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
+        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        await cell.reserve(it)
+        gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
+        other = cell.decode_gang if role == "prefill" else cell.prefill_gang
+        patient = gang.ranks[1]
+
+        monkeypatch.setattr(Layer, "qkv", failing_on(patient))
+        cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
+        if role == "decode":
+            await cell.join(it)
+        await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
+        with pytest.raises(FaultError, match="a mistake of ours"):
+            patient.check_health()
+        for client in (cell.prefill if role == "prefill" else cell.decode).clients:
+            await client.closed
+        for rank in other.ranks:
+            rank.check_health()
+
+
+def failing_on(patient: Rank) -> Callable[..., Any]:
+    """A layer that one rank cannot compute."""
+    qkv, broken = Layer.qkv, patient.engine.network.layers
+
+    def failing(self: Layer, *arguments: Any) -> Any:
+        if any(self is layer for layer in broken):
+            raise ZeroDivisionError("a mistake of ours")
+        return qkv(self, *arguments)
+
+    return failing
+
+
+async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
+    async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
+        it = Request(rid=1, prompt=prompt_of(10), shares=even_shares(10, [0]))
+        job = replace(job_of([it.piece()], [0]), job_id=1)
+        with pytest.raises(ProtocolError, match="runs no prefill jobs"):
+            await cell.decode.clients[0].call("prefill", pack(job), deadline_s=ANSWER_S)
+        join = JoinBatch(rid=1, first_token=0)
+        with pytest.raises(ProtocolError, match="decodes nothing"):
+            await cell.prefill.clients[0].call("join", pack(join), deadline_s=ANSWER_S)
+
+
+async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> None:
+    """Both loops share a mesh and a pool; cancelling a prefill leaves decode's KV alone."""
+    plans = [
+        GangPlan(model_dir=str(tiny_llama), role=role, instances=2)
+        for role in ("prefill", "elastic")
+    ]
+    async with thread_gang(plans[0]) as prefill, thread_gang(plans[1]) as elastic:
+        cell, beside = Cell(), Cell()
+        cell.prefill = await cell.attach(prefill.addresses)
+        cell.decode = await cell.attach(elastic.addresses)
+        await cell.connect()
+        long = Request(
+            rid=1,
+            prompt=prompt_of(40),
+            shares=even_shares(40, [0, 1]),
+            sampling=replace(GREEDY, max_tokens=60),
+        )
+        await cell.reserve(long)
+        cell.submit(job_of([long.piece()], [0, 1]), long.prompt)
+        await cell.join(long)
+        beside.prefill = cell.decode  # its notifications come to `cell`
+        for rid in range(2, 8):
+            prompt = prompt_of(30, rid)
+            here = Request(rid=rid, prompt=prompt, shares=())
+            job = replace(job_of([here.piece()], [0, 1]), job_id=100 + rid)
+            beside.submit(job, prompt)
+            await cell.until(lambda n=job.job_id: len(cell.about(PrefillDone, job_id=n)) == 2)
+            assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
+            assert all(rank.engine.pool.tokens(rid) for rank in elastic.ranks)
+            cell.cancel(rid)
+        await cell.until(lambda: cell.finished(1))
+        assert cell.tokens(1) == greedy_tokens(tiny_llama, long.prompt.tolist(), 60)
+        await cell.freed(*range(1, 8))
+        await cell.decode.stats()
+        for rank in elastic.ranks:
+            rank.check_health()
+            rank.engine.pool.check_integrity()
+            assert rank.engine.pool.used == 0

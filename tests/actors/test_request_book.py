@@ -1,0 +1,134 @@
+"""When a prefill rank lets go of a request's KV."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from csps.actors.request_book import RequestBook
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+
+AWAY = (KvShare(instance=0, span=Span(start=0, stop=1)),)
+
+
+def job(job_id: int, *rids: int, last: bool = True, sent: bool = True) -> PrefillJob:
+    destinations = AWAY if sent else ()
+    pieces = tuple(
+        PrefillPiece(rid=rid, start=0, length=1, last=last, destinations=destinations)
+        for rid in rids
+    )
+    return PrefillJob(job_id=job_id, group=(0,), bounds=(0, len(rids)), pieces=pieces)
+
+
+def test_what_is_sent_whole_goes_with_its_job() -> None:
+    book, it = RequestBook(), job(1, 7, 8)
+    book.enter(it)
+    assert book.open_jobs == {1}
+    assert book.settle(it, cancelled=False) == [7, 8]
+    assert not book.open_jobs
+
+
+def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
+    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7)
+    book.enter(first)
+    book.enter(second)
+    assert book.settle(first, cancelled=False) == []
+    assert book.settle(second, cancelled=False) == [7]
+
+
+def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() -> None:
+    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7, 8)
+    book.enter(first)
+    book.enter(second)
+    assert not book.cancel(7)
+    assert book.unwanted(first)
+    assert not book.unwanted(second)  # request 8 is wanted
+    assert book.settle(first, cancelled=True) == []
+    assert book.settle(second, cancelled=False) == [7, 8]
+
+
+def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
+    book, first = RequestBook(), job(1, 7, last=False)
+    book.enter(first)
+    book.settle(first, cancelled=False)
+    assert book.cancel(7)
+    assert not book.cancel(7)
+
+
+def test_a_request_that_was_never_here_is_nobodys() -> None:
+    """Its KV may be the decode loop's, on a rank that does both."""
+    assert not RequestBook().cancel(7)
+
+
+def test_a_job_that_its_group_gave_up_before_this_rank_was_told() -> None:
+    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7)
+    book.enter(first)
+    book.enter(second)
+    assert book.settle(first, cancelled=True) == []
+    assert book.unwanted(second)
+    assert book.settle(second, cancelled=True) == [7]
+
+
+def test_cancelling_everything_frees_what_no_job_needs() -> None:
+    book, kept, waiting = RequestBook(), job(1, 7, sent=False), job(2, 8)
+    book.enter(kept)
+    book.settle(kept, cancelled=False)
+    book.enter(waiting)
+    assert book.cancel_all() == {7}
+    assert book.unwanted(waiting)
+    assert book.settle(waiting, cancelled=True) == [8]
+
+
+class Lifetimes(RuleBasedStateMachine):
+    """Any order of events: each request's KV goes once, and never while a job has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = RequestBook()
+        self.line: list[PrefillJob] = []
+        self.held: set[int] = set()
+        self.ids = iter(range(1, 10_000))
+
+    @rule(rids=st.sets(st.integers(0, 3), min_size=1), last=st.booleans(), sent=st.booleans())
+    def enter(self, rids: set[int], last: bool, sent: bool) -> None:
+        it = job(next(self.ids), *rids, last=last, sent=sent)
+        self.book.enter(it)
+        self.line.append(it)
+        self.held |= rids
+
+    @rule(cancelled=st.booleans())
+    def settle(self, cancelled: bool) -> None:
+        if self.line:
+            it = self.line.pop(0)
+            self.let_go(self.book.settle(it, cancelled=cancelled or self.book.unwanted(it)))
+
+    @rule(rid=st.integers(0, 3))
+    def cancel(self, rid: int) -> None:
+        if self.book.cancel(rid):
+            self.let_go([rid])
+
+    @rule()
+    def cancel_all(self) -> None:
+        self.let_go(list(self.book.cancel_all()))
+        assert all(self.book.unwanted(it) for it in self.line)
+
+    def let_go(self, rids: list[int]) -> None:
+        assert len(rids) == len(set(rids))
+        assert set(rids) <= self.held
+        self.held -= set(rids)
+        assert not set(rids) & {piece.rid for it in self.line for piece in it.pieces}
+
+    @invariant()
+    def open_jobs_are_those_in_line(self) -> None:
+        assert self.book.open_jobs == {it.job_id for it in self.line}
+
+    def teardown(self) -> None:
+        while self.line:
+            self.settle(cancelled=True)
+        self.cancel_all()
+        assert not self.held
+
+
+TestLifetimes = Lifetimes.TestCase
+TestLifetimes.settings = settings(max_examples=50, deadline=None)

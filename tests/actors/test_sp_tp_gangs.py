@@ -1,0 +1,63 @@
+"""Whole gangs that prefill by SP-TP or with gathered weights, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_threads import thread_cell
+from greedy_reference import greedy_tokens
+from tiny_checkpoints import make_checkpoint
+
+from csps.protocols.csa import CsaPlan
+from csps.protocols.messages import Sampling
+
+TOKENS, LAYERS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prefill", "tp", "micro_partitions"),
+    [
+        ("sp_tp", 3, 1, None),
+        ("sp_tp", 4, 1, 2),
+        ("sp_tp", 2, 2, 2),
+        ("sp_tp_flat", 4, 1, 2),
+        ("gathered_weights", 2, 2, None),
+    ],
+)
+async def test_greedy_tokens(
+    model: Path, strategy: str, prefill: int, tp: int, micro_partitions: int | None
+) -> None:
+    locations = [f"0-{2 * index // prefill}-{index}" for index in range(prefill)]
+    plan = None
+    if micro_partitions is not None:
+        plan = CsaPlan.uniform(
+            locations, levels=2, layers=LAYERS, micro_partitions=micro_partitions
+        )
+    requests = [
+        Request(
+            rid=rid,
+            prompt=prompt_of(length, rid),
+            shares=even_shares(length, range(1)),
+            sampling=Sampling(temperature=0, max_tokens=TOKENS),
+        )
+        for rid, length in enumerate((67, 9))
+    ]
+    async with thread_cell(model, prefill=prefill, prefill_tp=tp, decode=1) as cell:
+        await asyncio.gather(*map(cell.reserve, requests))
+        pieces = [request.piece() for request in requests]
+        job = job_of(pieces, range(prefill), strategy=strategy, csa=plan)
+        cell.submit(job, np.concatenate([request.prompt for request in requests]))
+        answers = await cell.answer(*requests)
+        await cell.freed(*range(len(requests)))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+    assert answers == [greedy_tokens(model, r.prompt.tolist(), TOKENS) for r in requests]

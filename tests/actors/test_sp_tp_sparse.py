@@ -1,0 +1,116 @@
+"""SP-TP that leaves far keys out, against brute force over pairs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from dense_csa import DenseCsa
+from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from tiny_checkpoints import make_checkpoint
+from torch import Tensor
+
+from csps.actors.engine import Engine
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.sp_tp import SpTp
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.errors import ConfigError
+
+LAYERS = 5
+LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+BOUNDS = (0, 20, 33, 60, 75)
+LONG, SHORT = 68, 7
+"""The long prompt spans all members, the short one lies in the last."""
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+    # Each member has both query heads of one KV head, so it judges as the brute force does.
+    model = make_checkpoint(
+        tmp_path_factory.mktemp("sparse"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+    )
+    with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
+def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = True) -> CsaPlan:
+    plan = CsaPlan.uniform(
+        LOCATIONS, levels=levels, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=3
+    )
+    return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)
+
+
+def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
+    """The long prompt's forward pass; kept sets are chosen by the layer before."""
+    owners = [next(m for m in range(4) if t < BOUNDS[m + 1]) for t in range(LONG)]
+    judged: list[Tensor | None] = [None]
+
+    def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        group, drops = plan.layer_group(layer), layer not in (0, LAYERS - 1)
+        ratios = [
+            [group.drop_ratio(level, head) if drops else 0.0 for level in range(1, plan.levels + 1)]
+            for head in range(4)
+        ]
+        oracle = DenseCsa(
+            owners=owners,
+            segments=plan.segments(),
+            ratios=ratios,
+            sinks=plan.sinks,
+            tail=plan.tail,
+            drop_queries=False,
+        )
+        scale = q_thd.shape[2] ** -0.5
+        out_thd, lse_ht = oracle.attend(q_thd, k_thd, v_thd, oracle.counts(judged[0]), scale)
+        window = plan.importance_window or LONG
+        judged[0] = oracle.judged_by_window(q_thd, k_thd, lse_ht, window, scale)
+        return out_thd
+
+    with torch.inference_mode():
+        return dense_forward(gang.network, gang.prompt(0, LONG), attend)
+
+
+def check(gang: StrategyRanks, plan: CsaPlan) -> None:
+    job = job_of(BOUNDS, [LONG, SHORT])
+    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
+    exact_short = gang.forwards(job)[1]
+    gang.check(job, results, [brute_force(gang, plan), exact_short])
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("window", [ALL_QUERIES, 16])
+@pytest.mark.parametrize(("levels", "drop_ratio"), [(2, 0.5), (3, 0.3), (3, 0.9)])
+def test_far_keys_are_left_out_as_planned(
+    gang: StrategyRanks, levels: int, drop_ratio: float, window: int, pipelined: bool
+) -> None:
+    check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
+
+
+def test_ratios_per_head(gang: StrategyRanks) -> None:
+    plan = plan_of(3, 0.0, 16)
+    ratios = tuple((near, near, 0.5, 0.75) for (near,) in halving(0.25, 3))
+    group = LayerGroup(first=0, stop=LAYERS, drop_ratios=ratios, micro_partitions=(2, 1, 1))
+    check(gang, replace(plan, layer_groups=(group,)))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
+    job = job_of(BOUNDS, [LONG, SHORT])
+    plan = plan_of(levels, 0.0, 16)
+    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
+    gang.check(job, results, gang.forwards(job))
+
+
+def test_nested_levels_are_refused(gang: StrategyRanks) -> None:
+    plan = replace(plan_of(3, 0.5, 16), nested=True)
+
+    def make(group: SpGroup, engine: Engine) -> SpTp:
+        return SpTp(group, engine, plan)
+
+    with pytest.raises(ConfigError, match="nested"):
+        gang.run(job_of(BOUNDS, [LONG, SHORT]), make)

@@ -1,0 +1,229 @@
+"""SP-NTP over real exchanges against dense fp64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from dense_reference import dense_attention
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mesh_threads import on_ranks
+from torch import Tensor
+
+from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import KvPool
+from csps.actors.layout import GangLayout, even_share
+from csps.actors.mesh import Mesh
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.ulysses import Ulysses
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+
+HEAD_DIM = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch on a group of all ranks of a mesh; member i is mesh rank `order[i]`."""
+
+    heads: int
+    kv_heads: int
+    pieces: tuple[PrefillPiece, ...]
+    bounds: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def members(self) -> int:
+        return len(self.order)
+
+    @property
+    def rows(self) -> int:
+        return self.bounds[-1]
+
+    def tensors(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """q of all rows; per piece k and v of all its positions, history included."""
+        generator = torch.Generator().manual_seed(self.rows)
+
+        def random(tokens: int, heads: int) -> Tensor:
+            return torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(self.dtype)
+
+        ends = [piece.start + piece.length for piece in self.pieces]
+        keys = [random(end, self.kv_heads) for end in ends]
+        return random(self.rows, self.heads), keys, [random(end, self.kv_heads) for end in ends]
+
+
+def ulysses(case: Case) -> tuple[Tensor, list[list[int]]]:
+    """Output of all rows, and the bytes that each rank has sent to each."""
+    q, keys, values = case.tensors()
+    k_rows, v_rows = (
+        torch.cat([x[p.start :] for p, x in zip(case.pieces, parts, strict=True)])
+        for parts in (keys, values)
+    )
+
+    def body(mesh: Mesh) -> tuple[Tensor, list[int]]:
+        member = case.order.index(mesh.rank)
+        job = PrefillJob(job_id=1, group=case.order, bounds=case.bounds, pieces=case.pieces)
+        layout = GangLayout(world_size=mesh.world_size, tp=1)
+        group = SpGroup(mesh, layout, job, member, JobClock())
+        pool = pool_with_history(case, member, keys, values)
+        strategy = Ulysses(
+            group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=HEAD_DIM**-0.5
+        )
+        rows = group.rows_of(member)
+        before = list(mesh.bytes_sent)
+        out = strategy.attend(0, q[rows], k_rows[rows], v_rows[rows])
+        sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
+        return out, sent
+
+    results = on_ranks(case.members, body)
+    by_member = [results[rank][0] for rank in case.order]
+    return torch.cat(by_member), [sent for _, sent in results]
+
+
+def pool_with_history(
+    case: Case, member: int, keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> KvPool:
+    pool = KvPool(
+        layers=1,
+        slots=256,
+        kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=case.dtype,
+        device="cpu",
+    )
+    for piece, k, v in zip(case.pieces, keys, values, strict=True):
+        for share in piece.history:
+            if share.instance == case.order[member]:
+                span = slice(share.span.start, share.span.stop)
+                pool.allocate(piece.rid, [share.span])
+                pool.write(0, piece.rid, share.span, k[span], v[span])
+    return pool
+
+
+def dense(case: Case) -> Tensor:
+    q, keys, values = case.tensors()
+    outs, begin = [], 0
+    for piece, k, v in zip(case.pieces, keys, values, strict=True):
+        out, _ = dense_attention(
+            q[begin : begin + piece.length],
+            k,
+            v,
+            q_positions=torch.arange(piece.start, piece.start + piece.length),
+            k_positions=torch.arange(len(k)),
+        )
+        outs.append(out)
+        begin += piece.length
+    return torch.cat(outs)
+
+
+def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvShare, ...]:
+    """Positions [0, length) cut anywhere, lying anywhere, named in any order."""
+    cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
+    bounds = [0, *cuts, length] if length else [0]
+    shares = [
+        KvShare(instance=draw(st.integers(0, instances - 1)), span=Span(start=start, stop=stop))
+        for start, stop in pairwise(bounds)
+    ]
+    return tuple(draw(st.permutations(shares)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    members = draw(st.integers(1, 8))
+    kv_heads = draw(st.sampled_from((1, 2, 3)))
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
+    starts = [draw(st.integers(0, 20)) for _ in lengths]
+    pieces = tuple(
+        PrefillPiece(rid=rid, start=start, length=length, history=scattered(draw, start, members))
+        for rid, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    )
+    total = sum(lengths)
+    inner = sorted(
+        draw(st.lists(st.integers(0, total), min_size=members - 1, max_size=members - 1))
+    )
+    return Case(
+        heads=kv_heads * draw(st.sampled_from((1, 2, 3))),
+        kv_heads=kv_heads,
+        pieces=pieces,
+        bounds=(0, *inner, total),
+        order=tuple(draw(st.permutations(range(members)))),
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_equals_dense_attention(case: Case) -> None:
+    out, _ = ulysses(case)
+    torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_equals_dense_attention_often(case: Case) -> None:
+    out, _ = ulysses(case)
+    torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
+
+
+def one_prompt(
+    length: int, members: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32
+) -> Case:
+    return Case(
+        heads=heads,
+        kv_heads=kv_heads,
+        pieces=(PrefillPiece(rid=1, start=0, length=length),),
+        bounds=tuple(index * length // members for index in range(members + 1)),
+        order=tuple(range(members)),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("members", range(1, 9))
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_fp32_and_bf16_keep_their_precision(members: int, length: int) -> None:
+    """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
+    case = one_prompt(length, members, 4, 2)
+    out, _ = ulysses(case)
+    torch.testing.assert_close(out.double(), dense(case), atol=1e-5, rtol=0.0)
+    rounded = one_prompt(length, members, 4, 2, torch.bfloat16)
+    exact = dense(rounded)
+    alone = (ulysses(one_prompt(length, 1, 4, 2, torch.bfloat16))[0].double() - exact).abs().max()
+    error = (ulysses(rounded)[0].double() - exact).abs().max()
+    assert error <= 2.5 * alone + 2e-3
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
+    """A fraction (N-1)/N of q, k, v and the output, of all ranks together."""
+    length, heads, kv_heads = 64, 8, 4
+    _, sent = ulysses(one_prompt(length, members, heads, kv_heads))
+    total = length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 4
+    assert sum(map(sum, sent)) == total * (members - 1) // members
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases())
+def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
+    """From i to j: q, k, v of i's rows and i's history in j's heads; o of j's rows in i's."""
+    _, sent = ulysses(case)
+    group = case.heads // case.kv_heads
+    for i, sender in enumerate(case.order):
+        for j, receiver in enumerate(case.order):
+            if i == j:
+                continue
+            theirs = even_share(case.heads, case.members, j)
+            theirs_kv = len({head // group for head in theirs})
+            rows = [case.bounds[m + 1] - case.bounds[m] for m in range(case.members)]
+            history = sum(
+                share.span.length
+                for piece in case.pieces
+                for share in piece.history
+                if share.instance == sender
+            )
+            vectors = rows[i] * (len(theirs) + 2 * theirs_kv) + history * 2 * theirs_kv
+            vectors += rows[j] * len(even_share(case.heads, case.members, i))
+            assert sent[sender][receiver] == vectors * HEAD_DIM * 8

@@ -1,0 +1,162 @@
+"""Short jobs run between two layers of a long one.
+
+Nothing here is a matter of time: a job that one member of its group has not received stands still
+at its first layer, so a test decides what arrives before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.messages import PrefillDone, PrefillJob, TokenDrawn
+
+
+class Line:
+    """Jobs of one request each, numbered alike, that are sent rank by rank."""
+
+    def __init__(self, cell: ThreadCell) -> None:
+        self.cell = cell
+        self.requests: list[Request] = []
+        self.jobs: list[PrefillJob] = []
+
+    async def add(self, length: int, group: Sequence[int], *, urgent: bool = False) -> int:
+        """The next job in the order, not sent yet; returns its number."""
+        number = len(self.jobs) + 1
+        request = Request(
+            rid=number, prompt=prompt_of(length, number), shares=even_shares(length, [0])
+        )
+        await self.cell.reserve(request)
+        self.requests.append(request)
+        self.jobs.append(replace(job_of([request.piece()], group, urgent=urgent), job_id=number))
+        return number
+
+    async def send(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
+        """Send jobs to some ranks, and wait until they have them."""
+        for number in numbers:
+            self.cell.submit(self.jobs[number - 1], self.requests[number - 1].prompt, ranks=ranks)
+        await self.cell.prefill.stats()
+
+    def done(self, number: int) -> list[PrefillDone]:
+        """Reports of the ranks of a job's group."""
+        return self.cell.about(PrefillDone, job_id=number)
+
+    def drawn_order(self) -> list[int]:
+        """Requests in the order of their first tokens."""
+        return [it.rid for it in self.cell.order if isinstance(it, TokenDrawn) and it.index == 0]
+
+    async def finish(self, model: Path) -> None:
+        """All answers are right and nothing is left behind."""
+        answers = await self.cell.answer(*self.requests)
+        for request, answer in zip(self.requests, answers, strict=True):
+            assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))
+        await self.cell.freed(*(request.rid for request in self.requests))
+        await self.cell.prefilled(*self.cell.jobs)
+        self.cell.check_idle()
+
+
+@asynccontextmanager
+async def line(model: Path, prefill: int) -> AsyncIterator[Line]:
+    async with thread_cell(model, prefill=prefill, decode=1) as cell:
+        yield Line(cell)
+
+
+async def test_an_urgent_job_runs_inside_a_long_one(tiny_llama: Path) -> None:
+    async with line(tiny_llama, 2) as it:
+        long = await it.add(80, [0, 1])
+        ordinary = await it.add(8, [0, 1])
+        urgent = await it.add(5, [0, 1], urgent=True)
+        await it.send([long, ordinary, urgent], [0])  # stands still at its first layer
+        await it.send([long, ordinary, urgent], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [urgent, long, ordinary]
+        assert all(done.yielded_s > 0 for done in it.done(long))
+        assert all(done.yielded_s == 0 for done in it.done(ordinary) + it.done(urgent))
+
+
+async def test_an_urgent_job_of_one_member_holds_up_only_its_group(tiny_llama: Path) -> None:
+    async with line(tiny_llama, 3) as it:
+        long = await it.add(80, [2, 0, 1])
+        urgent = await it.add(5, [1], urgent=True)
+        outside = await it.add(5, [1], urgent=True)
+        await it.send([long, urgent, outside], [0, 2])
+        await it.send([long, urgent, outside], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [urgent, outside, long]
+
+
+async def test_an_urgent_job_that_needs_others_waits_its_turn(tiny_llama: Path) -> None:
+    """Its group is not inside the long one's, whose leader therefore may not let it run."""
+    async with line(tiny_llama, 3) as it:
+        long = await it.add(80, [0, 1])
+        urgent = await it.add(5, [1, 2], urgent=True)
+        await it.send([long, urgent], [0, 2])
+        await it.send([long, urgent], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [long, urgent]
+        assert all(done.yielded_s == 0 for done in it.done(long))
+
+
+async def test_an_urgent_job_does_not_yield_to_another(tiny_llama: Path) -> None:
+    async with line(tiny_llama, 2) as it:
+        first = await it.add(30, [0, 1], urgent=True)
+        second = await it.add(5, [0, 1], urgent=True)
+        await it.send([first, second], [0])
+        await it.send([first, second], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [first, second]
+
+
+async def test_a_member_waits_for_an_urgent_job_that_its_leader_has_already(
+    tiny_llama: Path,
+) -> None:
+    async with line(tiny_llama, 2) as it:
+        long = await it.add(80, [0, 1])
+        urgent = await it.add(5, [0, 1], urgent=True)
+        await it.send([long, urgent], [0])
+        await it.send([long], [1])  # told to run a job that it does not have
+        assert not it.drawn_order()
+        await it.send([urgent], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [urgent, long]
+
+
+async def test_more_urgent_jobs_than_fit_into_one_order(tiny_llama: Path) -> None:
+    """The leader names six at a time; the others follow at the next layer."""
+    async with line(tiny_llama, 2) as it:
+        long = await it.add(80, [0, 1])
+        short = [await it.add(3, [index % 2], urgent=True) for index in range(9)]
+        await it.send([long, *short], [0])
+        await it.send([long, *short], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order().index(long) >= 6
+
+
+async def test_leaders_of_two_long_jobs_name_one_urgent_job(tiny_llama: Path) -> None:
+    """Member 1 runs it inside the first; the second's leader, who was not there, still has it."""
+    async with line(tiny_llama, 3) as it:
+        first = await it.add(60, [0, 1])
+        second = await it.add(60, [2, 1])
+        urgent = await it.add(4, [1], urgent=True)
+        everything = [first, second, urgent]
+        await it.send(everything, [0, 2])
+        await it.send(everything, [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [urgent, first, second]
+
+
+async def test_jobs_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
+    groups = [[0, 1], [1, 2], [2, 0], [1], [0, 1, 2], [2, 1], [0]]
+    async with line(tiny_llama, 3) as it:
+        numbers = [
+            await it.add(10 + n, group, urgent=n % 3 == 2) for n, group in enumerate(groups * 2)
+        ]
+        for rank in (2, 0, 1):
+            await it.send(numbers, [rank])
+        await it.finish(tiny_llama)

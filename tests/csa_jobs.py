@@ -1,0 +1,208 @@
+"""Sparse attention jobs for tests: random ones, run on ranks, and by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from dense_csa import DenseCsa
+from hypothesis import strategies as st
+from rank_world import RankWorld
+from torch import Tensor
+
+from csps.actors.csa.schedule import DropSchedule
+from csps.actors.csa.strategy import Csa
+from csps.actors.job_clock import JobClock
+from csps.protocols.csa import CsaPlan, LayerGroup
+from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.topology import Topology
+
+SCALE = 0.3
+DIM = 8
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaCase:
+    """A job, the heads of its model, and random queries, keys and values of each layer."""
+
+    plan: CsaPlan
+    lengths: tuple[int, ...]
+    """Of the pieces."""
+    bounds: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    layers: int = 4
+    """Of the model; the last one is not attended to here."""
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def members(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def job(self) -> PrefillJob:
+        return PrefillJob(
+            job_id=1,
+            group=tuple(range(self.members)),
+            bounds=self.bounds,
+            pieces=tuple(
+                PrefillPiece(rid=rid, start=0, length=length)
+                for rid, length in enumerate(self.lengths)
+            ),
+            strategy="csa",
+            csa=self.plan,
+        )
+
+    @property
+    def schedule(self) -> DropSchedule:
+        return DropSchedule(
+            plan=self.plan,
+            layers=self.layers,
+            kv_heads=range(self.kv_heads),
+            total_kv_heads=self.kv_heads,
+        )
+
+    def with_plan(self, **fields: object) -> CsaCase:
+        """The same case, planned otherwise."""
+        return replace(self, plan=replace(self.plan, **fields))  # type: ignore[arg-type]
+
+    def qkv(self) -> list[Qkv]:
+        """Of each attended layer, all rows."""
+        torch.manual_seed(sum(self.lengths))
+        shapes = [(sum(self.lengths), h, DIM) for h in (self.heads, self.kv_heads, self.kv_heads)]
+        return [
+            (
+                torch.randn(shapes[0], dtype=self.dtype),
+                torch.randn(shapes[1], dtype=self.dtype),
+                torch.randn(shapes[2], dtype=self.dtype),
+            )
+            for _ in range(self.layers - 1)
+        ]
+
+
+def on_ranks(
+    world: RankWorld, case: CsaCase, clocks: dict[int, JobClock] | None = None
+) -> list[Tensor]:
+    """Attention outputs (T, h, d) of each layer, computed by the members."""
+    qkv = case.qkv()
+
+    def member(rank: int) -> list[Tensor]:
+        clock = (clocks or {}).get(rank)
+        rows = slice(case.bounds[rank], case.bounds[rank + 1])
+        with Csa(
+            world.group(case.job, rank, clock), case.schedule, heads=case.heads, scale=SCALE
+        ) as csa:
+            return [
+                csa.attend(layer, *(x_thd[rows].contiguous() for x_thd in tensors))
+                for layer, tensors in enumerate(qkv)
+            ]
+
+    parts = world.each(case.members, member)
+    return [torch.cat(layer) for layer in zip(*parts, strict=True)]
+
+
+def by_brute_force(case: CsaCase) -> list[Tensor]:
+    """The same from the definition, prompt by prompt."""
+    prompts = [_prompt(case, rows) for rows in prompt_rows(case.lengths)]
+    return [torch.cat(layer) for layer in zip(*prompts, strict=True)]
+
+
+def _prompt(case: CsaCase, rows: slice) -> list[Tensor]:
+    outs, importance = [], None
+    for layer, tensors in enumerate(case.qkv()):
+        q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in tensors)
+        dense = dense_csa(case, layer, rows)
+        window = case.plan.importance_window
+        if case.plan.importance_layer == "same":
+            importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
+        weights = dense.counts(importance)
+        out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, SCALE)
+        outs.append(out_thd)
+        if window:
+            importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
+        else:
+            importance = dense.judged_by_all(q_thd, k_thd, lse_ht, weights, SCALE)
+    return outs
+
+
+def dense_csa(case: CsaCase, layer: int, rows: slice) -> DenseCsa:
+    """The definition for one prompt of the case."""
+    owners = [m for m, (a, b) in enumerate(pairwise(case.bounds)) for _ in range(a, b)][rows]
+    whole = len(set(owners)) == 1
+    everyone = range(case.members)
+    return DenseCsa(
+        owners=owners,
+        # A prompt inside one member is exact.
+        segments=[[everyone]] if whole else case.plan.segments(),
+        ratios=case.schedule.head_ratios(layer),
+        sinks=case.plan.sinks,
+        tail=case.plan.tail,
+        nested=case.plan.nested,
+        drop_queries=case.plan.drop_queries,
+    )
+
+
+@st.composite
+def locations(draw: st.DrawFn, members: int) -> tuple[str, ...]:
+    """Of so many members, in order."""
+    places = st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 2))
+    chosen = draw(st.sets(places, min_size=members, max_size=members))
+    return tuple("-".join(map(str, place)) for place in sorted(chosen))
+
+
+@st.composite
+def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ...], ...]:
+    """Of levels 2 and up, falling for no head."""
+    heads = draw(st.sampled_from([1, kv_heads]))
+    choices = st.sampled_from([0.0, 0.2, 0.5, 0.75, 0.95])
+    by_head = [sorted(draw(choices) for _ in range(levels - 1)) for _ in range(heads)]
+    return tuple(zip(*by_head, strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, dropping: bool = True, max_members: int = 8) -> CsaCase:
+    """Small jobs of any shape."""
+    members = draw(st.integers(1, max_members))
+    where = draw(locations(members))
+    levels = draw(st.integers(1, len(Topology.of(where).granularities)))
+    kv_heads = draw(st.integers(1, 3))
+    lengths = tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=3)))
+    cuts = st.integers(0, sum(lengths))
+    inner = sorted(draw(st.lists(cuts, min_size=members - 1, max_size=members - 1)))
+    bounds = (0, *inner, sum(lengths))
+    longest = max(b - a for a, b in pairwise(bounds))
+    micro = tuple(draw(st.integers(1, min(4, longest))) for _ in range(levels))
+    group = LayerGroup(
+        first=0,
+        stop=4,
+        drop_ratios=draw(ratios(levels, kv_heads)) if dropping else (),
+        micro_partitions=micro,
+    )
+    nested = dropping and draw(st.booleans())
+    # Nested levels count a pair several times; what importance then means, nobody says.
+    window = draw(st.sampled_from([1, 5] if nested else [0, 1, 5]))
+    plan = CsaPlan(
+        locations=where,
+        levels=levels,
+        layer_groups=(group,),
+        nested=nested,
+        drop_queries=draw(st.booleans()),
+        importance_window=window,
+        importance_layer=draw(st.sampled_from(["previous", "same"])) if window else "previous",
+        sinks=draw(st.integers(0, 2)),
+        tail=draw(st.integers(0, 3)),
+        pipelined=draw(st.booleans()),
+    )
+    heads = kv_heads * draw(st.integers(1, 3))
+    return CsaCase(plan=plan, lengths=lengths, bounds=bounds, heads=heads, kv_heads=kv_heads)
+
+
+def prompt_rows(lengths: tuple[int, ...]) -> Iterator[slice]:
+    """Rows of each prompt in the batch."""
+    end = 0
+    for length in lengths:
+        yield slice(end, end + length)
+        end += length

@@ -1,0 +1,372 @@
+"""A prefill gang and a decode gang as a test drives them: a stand-in for the router.
+
+It talks to the ranks directly, so that a test names every group, bound and placement itself; the
+dispatcher has tests of its own. Gangs come from `gang_threads` or `gang_processes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from csps.protocols import schema
+from csps.protocols.messages import (
+    Attach,
+    CancelRequest,
+    ConnectBridge,
+    JoinBatch,
+    KvLanded,
+    KvShare,
+    PrefillDone,
+    PrefillJob,
+    PrefillPiece,
+    RankDescription,
+    RankStats,
+    RequestFailed,
+    Reserve,
+    Role,
+    Sampling,
+    SlotsFreed,
+    Span,
+    TokenDrawn,
+)
+from csps.protocols.rpc_client import RpcClient
+
+SECRET = b"only for tests"
+START_S = 90.0
+"""For a rank to come up and to answer its first calls."""
+ANSWER_S = 60.0
+"""For anything that a test waits for."""
+
+Prompt = npt.NDArray[np.int32]
+M = TypeVar("M")
+GREEDY = Sampling(temperature=0, max_tokens=6)
+
+_MESSAGES: dict[str, type[Any]] = {
+    "token": TokenDrawn,
+    "prefill_done": PrefillDone,
+    "landed": KvLanded,
+    "freed": SlotsFreed,
+    "failed": RequestFailed,
+}
+_epochs, _routers, _gangs = itertools.count(), itertools.count(), itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangPlan:
+    """A gang to be started."""
+
+    model_dir: str
+    role: Role
+    instances: int
+    tp: int = 1
+    kv_slots: int = 4096
+    gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
+
+    def rank_fields(self, rank: int) -> dict[str, Any]:
+        """Arguments of the rank's `RankConfig`."""
+        return {
+            "model_dir": self.model_dir,
+            "role": self.role,
+            "rank": rank,
+            "world_size": self.instances * self.tp,
+            "tp": self.tp,
+            "gang_id": self.gang_id,
+            "kv_slots": self.kv_slots,
+        }
+
+
+@dataclass(eq=False)
+class Gang:
+    """An attached gang: a connection to each rank and what it said of itself."""
+
+    clients: list[RpcClient]
+    ranks: list[RankDescription]
+
+    @property
+    def tp(self) -> int:
+        """Ranks per instance."""
+        return self.ranks[0].tp
+
+    @property
+    def instances(self) -> int:
+        """Copies of the weights."""
+        return len(self.ranks) // self.tp
+
+    async def call_all(self, method: str, payload: Any = None) -> list[Any]:
+        """Ask every rank the same at once."""
+        return await asyncio.gather(
+            *(client.call(method, payload, deadline_s=START_S) for client in self.clients)
+        )
+
+    def notify_all(self, method: str, payload: Any) -> None:
+        """Tell every rank the same."""
+        for client in self.clients:
+            client.notify(method, payload)
+
+    async def stats(self) -> list[RankStats]:
+        """Of all ranks."""
+        return [schema.unpack(RankStats, answer) for answer in await self.call_all("stats")]
+
+    async def hang_up(self) -> None:
+        """Close all connections, as a router that ends does."""
+        for client in self.clients:
+            await client.close()
+
+
+class Cell:
+    """What a router knows: its gangs, and what they have said."""
+
+    def __init__(self) -> None:
+        self.prefill = Gang([], [])
+        self.decode = Gang([], [])
+        self.heard: dict[type[Any], list[Any]] = defaultdict(list)
+        self.order: list[Any] = []
+        """All notifications as they came."""
+        self.failures_expected = False
+        self.jobs: dict[int, PrefillJob] = {}
+        self._news = asyncio.Event()
+        self._job_ids = itertools.count(1)
+
+    # --- gangs -----------------------------------------------------------------------------
+
+    async def attach(self, addresses: Sequence[tuple[str, int]]) -> Gang:
+        """Take a gang over, under a router name of its own."""
+        router = f"router{next(_routers)}"
+        clients = [
+            await RpcClient.connect(
+                host,
+                port,
+                secret=SECRET,
+                name=router,
+                on_notification=self._notified,
+                deadline_s=START_S,
+            )
+            for host, port in addresses
+        ]
+        gang = Gang(clients, [])
+        answers = await gang.call_all("attach", schema.pack(Attach(router_id=router)))
+        gang.ranks = [schema.unpack(RankDescription, answer) for answer in answers]
+        return gang
+
+    async def connect(self) -> None:
+        """Bridge the two gangs."""
+        self.epoch = f"epoch{next(_epochs)}"
+        first = self.decode.ranks[0]
+        message = schema.pack(
+            ConnectBridge(
+                epoch=self.epoch,
+                store_host=first.store_host,
+                store_port=first.store_port,
+                prefill_ranks=len(self.prefill.ranks),
+                decode_ranks=len(self.decode.ranks),
+                prefill_tp=self.prefill.tp,
+                decode_tp=self.decode.tp,
+            )
+        )
+        await asyncio.gather(
+            self.prefill.call_all("connect_bridge", message),
+            self.decode.call_all("connect_bridge", message),
+        )
+
+    async def hang_up(self) -> None:
+        """Leave both gangs."""
+        await self.prefill.hang_up()
+        await self.decode.hang_up()
+
+    # --- what ranks say --------------------------------------------------------------------
+
+    def _notified(self, method: str, payload: Any) -> None:
+        message = schema.unpack(_MESSAGES[method], payload)
+        self.heard[type(message)].append(message)
+        self.order.append(message)
+        self._news.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until it is true. Failures that nobody expects end the wait."""
+        async with asyncio.timeout(ANSWER_S):
+            while not condition():
+                assert self.failures_expected or not self.heard[RequestFailed], self.order
+                self._news.clear()
+                await self._news.wait()
+
+    def about(self, kind: type[M], **fields: Any) -> list[M]:
+        """Messages of a kind whose fields have these values."""
+        return [
+            message
+            for message in self.heard[kind]
+            if all(getattr(message, name) == value for name, value in fields.items())
+        ]
+
+    def draws(self, rid: int) -> list[TokenDrawn]:
+        """A request's tokens so far, which must have come in order and without a gap."""
+        drawn = self.about(TokenDrawn, rid=rid)
+        assert [it.index for it in drawn] == list(range(len(drawn)))
+        return drawn
+
+    def tokens(self, rid: int) -> list[int]:
+        """Ids of the request's tokens so far."""
+        return [it.token for it in self.draws(rid)]
+
+    def finished(self, rid: int) -> bool:
+        """Whether the last token has come."""
+        return any(it.finish_reason for it in self.about(TokenDrawn, rid=rid))
+
+    # --- requests --------------------------------------------------------------------------
+
+    async def reserve(self, request: Request) -> None:
+        """Set slots aside on every decode rank."""
+        await self.decode.call_all("reserve", schema.pack(request.reserve(self.epoch)))
+
+    def submit(self, job: PrefillJob, tokens: Prompt, *, ranks: Sequence[int] | None = None) -> int:
+        """Send a job to all prefill ranks (or some), each with its own share; returns its id."""
+        if job.job_id == 0:
+            job = replace(job, job_id=next(self._job_ids))
+        self.jobs[job.job_id] = job
+        for rank, client in enumerate(self.prefill.clients):
+            if ranks is None or rank in ranks:
+                own = replace(job, tokens=self._share(job, tokens, rank // self.prefill.tp))
+                client.notify("prefill", schema.pack(own))
+        return job.job_id
+
+    def _share(self, job: PrefillJob, tokens: Prompt, instance: int) -> bytes:
+        if instance not in job.group:
+            return b""
+        member = job.group.index(instance)
+        return tokens[job.bounds[member] : job.bounds[member + 1]].astype("<i4").tobytes()
+
+    async def prefilled(self, *job_ids: int) -> None:
+        """Wait until every rank of the jobs' groups is done with them."""
+        for job_id in job_ids:
+            ranks = len(self.jobs[job_id].group) * self.prefill.tp
+            await self.until(lambda i=job_id, n=ranks: len(self.about(PrefillDone, job_id=i)) == n)
+
+    async def join(self, request: Request) -> None:
+        """Decode a request as soon as its KV has landed, unless its first token was the last."""
+        holders = {share.instance for share in request.shares}
+        await self.until(
+            lambda: len(self.about(KvLanded, rid=request.rid)) == len(holders) * self.decode.tp
+        )
+        await self.until(lambda: self.tokens(request.rid))
+        if self.finished(request.rid):
+            self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))
+            return
+        join = JoinBatch(rid=request.rid, first_token=self.tokens(request.rid)[0])
+        self.decode.clients[0].notify("join", schema.pack(join))
+
+    def cancel(self, rid: int) -> None:
+        """Withdraw a request everywhere."""
+        for gang in (self.prefill, self.decode):
+            gang.notify_all("cancel", schema.pack(CancelRequest(rid=rid)))
+
+    async def answer(self, *requests: Request) -> list[list[int]]:
+        """Join requests whose prefill is under way and wait for their last tokens."""
+        await asyncio.gather(*map(self.join, requests))
+        for request in requests:
+            await self.until(lambda rid=request.rid: self.finished(rid))
+        return [self.tokens(request.rid) for request in requests]
+
+    async def generate(
+        self, *requests: Request, group: Sequence[int], bounds: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """One prefill job for whole prompts, then decode them to the end."""
+        await asyncio.gather(*map(self.reserve, requests))
+        tokens = np.concatenate([request.prompt for request in requests])
+        pieces = tuple(request.piece() for request in requests)
+        self.submit(job_of(pieces, group, bounds), tokens)
+        return await self.answer(*requests)
+
+    async def freed(self, *rids: int) -> None:
+        """Wait until every decode rank has given back what it held of the requests."""
+        everyone = len(self.decode.ranks)
+        for rid in rids:
+            await self.until(
+                lambda rid=rid: len({it.rank for it in self.about(SlotsFreed, rid=rid)}) == everyone
+            )
+
+    async def used_slots(self) -> set[int]:
+        """Numbers of slots in use on the ranks."""
+        stats = await self.prefill.stats() + await self.decode.stats()
+        return {it.kv_used for it in stats}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request and where its KV is to lie in the decode gang."""
+
+    rid: int
+    prompt: Prompt
+    shares: tuple[KvShare, ...]
+    master: int = 0
+    sampling: Sampling = GREEDY
+
+    def reserve(self, epoch: str) -> Reserve:
+        """The message to every decode rank."""
+        return Reserve(
+            rid=self.rid,
+            epoch=epoch,
+            shares=self.shares,
+            master=self.master,
+            prompt_length=len(self.prompt),
+            sampling=self.sampling,
+            prompt_tokens=self.prompt.astype("<i4").tobytes(),
+        )
+
+    def piece(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillPiece:
+        """A chunk of the prompt; the whole prompt by default."""
+        stop = len(self.prompt) if stop is None else stop
+        return PrefillPiece(
+            rid=self.rid,
+            start=start,
+            length=stop - start,
+            last=stop == len(self.prompt),
+            destinations=self.shares,
+            sampling=self.sampling,
+            prompt_tokens=self.prompt.astype("<i4").tobytes(),
+            **fields,
+        )
+
+
+def job_of(
+    pieces: Sequence[PrefillPiece],
+    group: Sequence[int],
+    bounds: Sequence[int] | None = None,
+    **fields: Any,
+) -> PrefillJob:
+    """A job that the cell will number."""
+    total = sum(piece.length for piece in pieces)
+    bounds = even_bounds(total, len(group)) if bounds is None else bounds
+    return PrefillJob(
+        job_id=0, group=tuple(group), bounds=tuple(bounds), pieces=tuple(pieces), **fields
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> Prompt:
+    """Token ids that every tiny vocabulary has."""
+    return np.random.default_rng(seed).integers(0, 256, length).astype("<i4")
+
+
+def even_bounds(total: int, parts: int) -> list[int]:
+    """Cut points of parts that differ by one at most."""
+    return [index * total // parts for index in range(parts + 1)]
+
+
+def even_shares(length: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+    """A prompt laid over instances in equal spans."""
+    return shares_at(even_bounds(length, len(instances)), instances)
+
+
+def shares_at(bounds: Sequence[int], instances: Sequence[int]) -> tuple[KvShare, ...]:
+    """A prompt laid over instances, cut at the bounds; empty shares are left out."""
+    return tuple(
+        KvShare(instance=instance, span=Span(start=start, stop=stop))
+        for instance, (start, stop) in zip(instances, itertools.pairwise(bounds), strict=True)
+        if start < stop
+    )

@@ -1,0 +1,157 @@
+"""Gangs whose ranks are threads of the test's own process: up in a tenth of a second.
+
+The ranks are the real ones, with gloo between them and RPC over loopback. Those that a test wants
+to kill can be processes in the same gang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from gang_cell import ANSWER_S, SECRET, START_S, Cell, GangPlan
+from gang_processes import RankProcess
+
+from csps.actors.mesh import host_store
+from csps.actors.rank import Rank, RankConfig
+from csps.protocols.errors import FaultError
+
+T = TypeVar("T")
+POLL_S = 0.01
+
+
+async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
+    """Run functions that wait for each other, each in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        running = [loop.run_in_executor(threads, body) for body in bodies]
+        return await asyncio.wait_for(asyncio.gather(*running), START_S)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody reports."""
+    async with asyncio.timeout(ANSWER_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+
+
+class ThreadGang:
+    """One gang, hosted here but for the ranks `in_processes`, of which rank 0 is none."""
+
+    def __init__(self, plan: GangPlan, in_processes: Sequence[int] = ()) -> None:
+        self.plan = plan
+        self.hosted = host_store("127.0.0.1")
+        self.members: list[Rank | RankProcess] = [
+            RankProcess(plan.rank_fields(rank), self.hosted.address)
+            if rank in in_processes
+            else self._rank(rank)
+            for rank in range(plan.instances * plan.tp)
+        ]
+        self.addresses: list[tuple[str, int]] = []
+
+    def _rank(self, rank: int) -> Rank:
+        store = self.hosted.address if rank else self.hosted
+        return Rank(RankConfig(**self.plan.rank_fields(rank)), secret=SECRET, store=store)
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Those that are hosted here."""
+        return [member for member in self.members if isinstance(member, Rank)]
+
+    def process(self, rank: int) -> RankProcess:
+        """A rank that is not."""
+        member = self.members[rank]
+        assert isinstance(member, RankProcess)
+        return member
+
+    async def start(self) -> None:
+        """Start all ranks."""
+        self.addresses = await in_threads([member.start for member in self.members])
+
+    async def close(self) -> None:
+        """End all ranks."""
+        await in_threads([member.close for member in self.members])
+
+
+class ThreadCell(Cell):
+    """A cell whose ranks a test can look into."""
+
+    prefill_gang: ThreadGang
+    decode_gang: ThreadGang
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Of both gangs."""
+        return [*self.prefill_gang.ranks, *self.decode_gang.ranks]
+
+    def check_idle(self) -> None:
+        """No rank is broken, no slot is taken, and the pools are in order."""
+        for rank in self.ranks:
+            rank.check_health()
+            rank.engine.pool.check_integrity()
+            assert rank.engine.pool.used == 0, rank.config
+        for rank in self.prefill_gang.ranks:
+            assert not rank._prefill_loop.open_jobs
+        for rank in self.decode_gang.ranks:
+            assert rank._decode_loop.running == rank._decode_loop.reserved == 0
+
+    async def idle(self) -> None:
+        """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
+
+        await eventually(lambda: not any(rank.engine.pool.used for rank in self.ranks))
+        self.check_idle()
+
+
+@asynccontextmanager
+async def thread_gang(
+    plan: GangPlan, in_processes: Sequence[int] = ()
+) -> AsyncIterator[ThreadGang]:
+    """A gang from start to end."""
+    gang = ThreadGang(plan, in_processes)
+    try:
+        await gang.start()
+        yield gang
+    finally:
+        await gang.close()
+
+
+@asynccontextmanager
+async def thread_cell(
+    model_dir: Path,
+    *,
+    prefill: int,
+    decode: int,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    kv_slots: int = 4096,
+    prefill_processes: Sequence[int] = (),
+    decode_processes: Sequence[int] = (),
+) -> AsyncIterator[ThreadCell]:
+    """Two gangs of so many instances, attached and bridged; some ranks may be processes."""
+    common = {"model_dir": str(model_dir), "kv_slots": kv_slots}
+    prefill_plan = GangPlan(role="prefill", instances=prefill, tp=prefill_tp, **common)
+    decode_plan = GangPlan(role="decode", instances=decode, tp=decode_tp, **common)
+    cell = ThreadCell()
+    async with (
+        thread_gang(prefill_plan, prefill_processes) as one,
+        thread_gang(decode_plan, decode_processes) as other,
+    ):
+        cell.prefill_gang, cell.decode_gang = one, other
+        cell.prefill = await cell.attach(one.addresses)
+        cell.decode = await cell.attach(other.addresses)
+        await cell.connect()
+        yield cell
+        await cell.hang_up()
+
+
+def is_broken(rank: Rank) -> bool:
+    """Whether Serve would replace the rank's gang."""
+    try:
+        rank.check_health()
+    except FaultError:
+        return True
+    return False

@@ -1,0 +1,33 @@
+"""What transformers answers, greedily, with the log-probabilities of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from tiny_checkpoints import reference_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
+    """The `count` tokens after a prompt, and (count, vocab) fp32 log-probabilities."""
+    model, ids = _model(model_dir), [int(token) for token in prompt]
+    rows = []
+    with torch.inference_mode():
+        for _ in range(count):
+            rows.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1))
+            ids.append(int(rows[-1].argmax()))
+    return ids[len(prompt) :], torch.stack(rows)
+
+
+def greedy_tokens(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens after a prompt."""
+    return greedy(model_dir, prompt, count)[0]
+
+
+@cache
+def _model(model_dir: Path) -> PreTrainedModel:
+    return reference_model(model_dir)

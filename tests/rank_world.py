@@ -1,0 +1,63 @@
+"""Ranks that live as threads of the test's process through many jobs, each with its own mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch.distributed import HashStore
+
+from csps.actors.job_clock import JobClock
+from csps.actors.layout import GangLayout
+from csps.actors.mesh import Mesh
+from csps.actors.strategies.group import SpGroup
+from csps.protocols.messages import PrefillJob
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+
+
+class RankWorld:
+    """So many ranks, ready to run jobs."""
+
+    def __init__(self, meshes: Sequence[Mesh]) -> None:
+        self.meshes = tuple(meshes)
+
+    def each(self, ranks: int, task: Callable[[int], T]) -> list[T]:
+        """The results of `task(rank)`, run at once on the first ranks."""
+        with ThreadPoolExecutor(ranks) as threads:
+            running = [threads.submit(_inference, task, rank) for rank in range(ranks)]
+            return [future.result(DEADLINE_S) for future in running]
+
+    def group(self, job: PrefillJob, member: int, clock: JobClock | None = None) -> SpGroup:
+        """The job's group as its member sees it; instance i is rank i."""
+        layout = GangLayout(world_size=len(self.meshes), tp=1)
+        mesh = self.meshes[job.group[member]]
+        return SpGroup(mesh, layout, job, member, clock or JobClock())
+
+
+def _inference(task: Callable[[int], T], rank: int) -> T:
+    with torch.inference_mode():
+        return task(rank)
+
+
+@contextmanager
+def rank_world(ranks: int) -> Iterator[RankWorld]:
+    """A world of ranks; at its end they leave."""
+    store = HashStore()
+
+    def join(rank: int) -> Mesh:
+        return Mesh(
+            store, name="world", rank=rank, world_size=ranks, device="cpu", host="127.0.0.1"
+        )
+
+    with ThreadPoolExecutor(ranks) as threads:
+        meshes = list(threads.map(join, range(ranks), timeout=DEADLINE_S))
+    try:
+        yield RankWorld(meshes)
+    finally:
+        for mesh in meshes:
+            mesh.close()

@@ -1,0 +1,261 @@
+"""Strategies on ranks that are threads of the test's process, and the dense forward pass.
+
+Shape suffixes: t tokens, h heads, g KV heads, d head dim or hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from dense_reference import dense_attention
+from rank_world import RankWorld, rank_world
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from csps.actors.engine import Engine
+from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import KvPool
+from csps.actors.layout import GangLayout
+from csps.actors.mesh import InstanceGroup
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.strategy import Strategy
+from csps.models.loading import load_network
+from csps.models.network import Network
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+
+SLOTS = 512
+
+MakeStrategy = Callable[[SpGroup, Engine], AbstractContextManager[Strategy]]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q, k, v) -> attention output of one whole prompt."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """All layers over one whole prompt."""
+
+    x_td: Tensor
+    """After the last layer."""
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def dense_forward(network: Network, token_ids: Tensor, attend: Attend | None = None) -> Forward:
+    """By one member that has everything, in fp64 but for the network's own products."""
+    positions = torch.arange(len(token_ids))
+    rotary, x_td = network.rotary(positions), network.embed(token_ids)
+    result = Forward(x_td, [], [])
+    for index, layer in enumerate(network.layers):
+        q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        if attend is None:
+            out_thd, _ = dense_attention(
+                q_thd, k_thd, v_thd, q_positions=positions, k_positions=positions
+            )
+        else:
+            out_thd = attend(index, q_thd, k_thd, v_thd)
+        x_td = layer.finish(x_td, out_thd.float())
+        result.keys.append(k_thd)
+        result.values.append(v_thd)
+    return replace(result, x_td=x_td)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank had after a job."""
+
+    x_td: Tensor
+    keys: list[Tensor]
+    """Per layer, as the strategy gave them to the pool."""
+    values: list[Tensor]
+    clock: JobClock
+
+
+class StrategyRanks:
+    """Ranks with a model each, on which jobs run with any strategy."""
+
+    def __init__(self, model: Path, world: RankWorld, engines: Sequence[Engine]) -> None:
+        self.network = load_network(model)
+        self.world = world
+        self.engines = tuple(engines)
+
+    def prompt(self, rid: int, length: int) -> Tensor:
+        """A request's token ids, always the same."""
+        generator = torch.Generator().manual_seed(rid)
+        return torch.randint(0, 256, (length,), generator=generator)
+
+    def run(self, job: PrefillJob, make: MakeStrategy) -> list[RankResult]:
+        """The job on every rank of its group's instances, in the group's order."""
+        layout = self.engines[0].layout
+        ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
+        return self.world.each(len(ranks), lambda place: self._run_on(ranks[place], job, make))
+
+    def _run_on(self, rank: int, job: PrefillJob, make: MakeStrategy) -> RankResult:
+        engine, clock = self.engines[rank], JobClock()
+        member = job.group.index(engine.instance)
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock)
+        network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
+
+        def keep(index: int, k_thd: Tensor, v_thd: Tensor) -> None:
+            assert index == len(result.keys), "the layer's KV came twice, or another layer's"
+            result.keys.append(k_thd)
+            result.values.append(v_thd)
+
+        rotary = network.rotary(group.positions)
+        x_td = network.embed(self._tokens(group))
+        with make(group, engine) as strategy:
+            for index, layer in enumerate(network.layers):
+                x_td = layer.mlp(strategy.attend_layer(index, layer, x_td, rotary, keep))
+        return replace(result, x_td=x_td)
+
+    def _tokens(self, group: SpGroup) -> Tensor:
+        parts = [
+            self.prompt(part.piece.rid, part.span.stop)[part.span.start :] for part in group.local
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def check(
+        self, job: PrefillJob, results: Sequence[RankResult], forwards: Sequence[Forward]
+    ) -> None:
+        """Every rank has its instance's rows and its KV heads as the forward passes have them.
+
+        Args:
+            forwards: of each piece's whole prompt.
+        """
+        whole = self._concatenated(job, [forward.x_td for forward in forwards])
+        places = [(m, t) for m in range(len(job.group)) for t in range(self.engines[0].layout.tp)]
+        for (member, tp_rank), result in zip(places, results, strict=True):
+            rows = slice(job.bounds[member], job.bounds[member + 1])
+            assert_near(result.x_td, whole[rows])
+            engine = self.engines[self.engines[0].layout.rank_of(job.group[member], tp_rank)]
+            heads = slice(engine.kv_heads.start, engine.kv_heads.stop)
+            for index in range(engine.spec.layers):
+                keys = self._concatenated(job, [forward.keys[index] for forward in forwards])
+                values = self._concatenated(job, [forward.values[index] for forward in forwards])
+                assert_near(result.keys[index], keys[rows, heads])
+                assert_near(result.values[index], values[rows, heads])
+
+    def _concatenated(self, job: PrefillJob, prompts: Sequence[Tensor]) -> Tensor:
+        pieces = zip(job.pieces, prompts, strict=True)
+        return torch.cat([x[piece.start : piece.start + piece.length] for piece, x in pieces])
+
+    def forwards(self, job: PrefillJob) -> list[Forward]:
+        """Dense forward passes of all pieces' whole prompts."""
+        with torch.inference_mode():
+            return [
+                dense_forward(self.network, self.prompt(piece.rid, piece.start + piece.length))
+                for piece in job.pieces
+            ]
+
+    def hold_history(self, job: PrefillJob, forwards: Sequence[Forward]) -> None:
+        """Put the pieces' history where the job says that it is."""
+        with torch.inference_mode():
+            self._hold_all(job, forwards)
+
+    def _hold_all(self, job: PrefillJob, forwards: Sequence[Forward]) -> None:
+        for piece, forward in zip(job.pieces, forwards, strict=True):
+            for share in piece.history:
+                for rank in self.engines[0].layout.ranks_of(share.instance):
+                    self._hold(self.engines[rank], piece.rid, share.span, forward)
+
+    def _hold(self, engine: Engine, rid: int, span: Span, forward: Forward) -> None:
+        heads, rows = (
+            slice(engine.kv_heads.start, engine.kv_heads.stop),
+            slice(span.start, span.stop),
+        )
+        engine.pool.allocate(rid, [span])
+        for index in range(engine.spec.layers):
+            k_thd, v_thd = forward.keys[index][rows, heads], forward.values[index][rows, heads]
+            engine.pool.write(index, rid, span, k_thd, v_thd)
+
+
+@contextmanager
+def strategy_ranks(model: Path, *, instances: int, tp: int = 1) -> Iterator[StrategyRanks]:
+    """A gang of so many instances, closed on the way out."""
+    layout = GangLayout(world_size=instances * tp, tp=tp)
+    store = HashStore()
+    with rank_world(layout.world_size) as world:
+
+        def build(rank: int) -> tuple[Engine, InstanceGroup]:
+            group = InstanceGroup(
+                store,
+                name=f"instance{layout.instance_of(rank)}",
+                rank=layout.tp_rank_of(rank),
+                size=tp,
+                device="cpu",
+                host="127.0.0.1",
+            )
+            return _engine(model, world, layout, rank, group), group
+
+        built = world.each(layout.world_size, build)
+        try:
+            yield StrategyRanks(model, world, [engine for engine, _ in built])
+        finally:
+            world.each(layout.world_size, lambda rank: built[rank][1].close())
+
+
+def _engine(
+    model: Path, world: RankWorld, layout: GangLayout, rank: int, group: InstanceGroup
+) -> Engine:
+    tp_rank, tp = layout.tp_rank_of(rank), layout.tp
+    load = partial(load_network, model, tp_rank=tp_rank, tp_size=tp)
+    network = load(all_reduce=group.all_reduce) if tp > 1 else load()
+    pool = KvPool(
+        layers=network.spec.layers,
+        slots=SLOTS,
+        kv_heads=len(network.layers[0].share.kv_heads),
+        head_dim=network.spec.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return Engine(
+        network=network,
+        pool=pool,
+        mesh=world.meshes[rank],
+        layout=layout,
+        device=torch.device("cpu"),
+    )
+
+
+def job_of(
+    bounds: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    starts: Sequence[int] | None = None,
+    history: Sequence[Sequence[KvShare]] | None = None,
+    group: Sequence[int] | None = None,
+    **fields: object,
+) -> PrefillJob:
+    """A job of pieces of these lengths; piece i belongs to request i."""
+    starts = [0] * len(lengths) if starts is None else starts
+    history = [()] * len(lengths) if history is None else history
+    pieces = tuple(
+        PrefillPiece(rid=rid, start=start, length=length, history=tuple(shares))
+        for rid, (start, length, shares) in enumerate(zip(starts, lengths, history, strict=True))
+    )
+    assert bounds[-1] == sum(lengths)
+    members = tuple(range(len(bounds) - 1)) if group is None else tuple(group)
+    return PrefillJob(job_id=0, group=members, bounds=tuple(bounds), pieces=pieces, **fields)  # type: ignore[arg-type]
+
+
+def cut(total: int, lengths: Sequence[int]) -> list[int]:
+    """Bounds of shards of these lengths, the last one taking what is left."""
+    bounds = [0]
+    for length in lengths:
+        bounds.append(min(total, bounds[-1] + length))
+    return [*bounds[:-1], total]
+
+
+def shard_lengths(bounds: Sequence[int]) -> list[int]:
+    """Rows of each member."""
+    return [stop - start for start, stop in pairwise(bounds)]
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """As near as fp32 gets over a few layers of a tiny model."""
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
