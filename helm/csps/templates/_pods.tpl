@@ -1,0 +1,126 @@
+{{/* Pod templates of the Ray cluster. KubeRay completes the container: `ray start`, the token,
+/dev/shm. It takes the first container for Ray's. */}}
+{{- define "csps.podMetadata" -}}
+{{- $root := index . 0 -}}
+labels:
+  {{- with $root.Values.pods.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  {{- include "csps.selectorLabels" $root | nindent 2 }}
+  app.kubernetes.io/component: {{ index . 1 }}
+{{- with $root.Values.pods.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "csps.podSpec" -}}
+{{- $root := index . 0 -}}
+{{- $section := index . 1 -}}
+automountServiceAccountToken: false
+# Requests may run for drainSeconds after the signal, then replicas close.
+terminationGracePeriodSeconds: {{ add $root.Values.drainSeconds 30 }}
+{{- with $root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $key := tuple "priorityClassName" "runtimeClassName" "serviceAccountName" }}
+{{- with index $root.Values.pods $key }}
+{{ $key }}: {{ . | quote }}
+{{- end }}
+{{- end }}
+securityContext:
+  {{- toYaml $root.Values.pods.podSecurityContext | nindent 2 }}
+{{- range $key := tuple "nodeSelector" "tolerations" "affinity" }}
+{{- with index $section $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- include "csps.modelVolume" $root }}
+{{- end }}
+
+{{- define "csps.container" -}}
+image: {{ include "csps.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext:
+  {{- toYaml .Values.pods.securityContext | nindent 2 }}
+{{- if eq (include "csps.hasModelVolume" .) "true" }}
+volumeMounts:
+  - name: model
+    mountPath: {{ .Values.model.volume.mountPath | quote }}
+    readOnly: true
+{{- end }}
+{{- end }}
+
+{{/* The application is built on any node and needs the cluster secret there. RAY_AUTH_MODE is what
+KubeRay sets as well; an operator too old to know authOptions must not leave Ray's ports open. */}}
+{{- define "csps.env" -}}
+- name: CSPS_CLUSTER_SECRET
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "csps.secretName" . }}
+      key: cluster-secret
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_USAGE_STATS_ENABLED
+  value: "0"
+- name: HOME # the user has no entry in /etc/passwd
+  value: /tmp
+- name: USER
+  value: csps
+{{- with .Values.pods.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Only the router reads API keys, and it runs on the head. */}}
+{{- define "csps.headEnv" -}}
+{{ include "csps.env" . }}
+{{- if .Values.auth.requireApiKey }}
+- name: CSPS_API_KEYS
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "csps.secretName" . }}
+      key: api-keys
+{{- end }}
+{{- end }}
+
+{{/* The raylet's health keeps a pod alive. A worker takes traffic when its HTTP proxy does; on the
+head the operator watches the proxy itself, and workers must find the head before there is one. */}}
+{{- define "csps.probes" -}}
+{{- $root := index . 0 -}}
+livenessProbe:
+  httpGet: {path: /api/healthz, port: 52365}
+  initialDelaySeconds: 30
+  {{- include "csps.probeTiming" $root | nindent 2 }}
+  failureThreshold: {{ $root.Values.probes.livenessFailureThreshold }}
+readinessProbe:
+  httpGet: {{ toJson (index . 1) }}
+  initialDelaySeconds: 10
+  {{- include "csps.probeTiming" $root | nindent 2 }}
+  failureThreshold: {{ $root.Values.probes.readinessFailureThreshold }}
+{{- end }}
+
+{{- define "csps.probeTiming" -}}
+periodSeconds: {{ .Values.probes.periodSeconds }}
+timeoutSeconds: {{ .Values.probes.timeoutSeconds }}
+{{- end }}
+
+{{/* Memory is a limit as well: a pod that outgrows it must not take its neighbours along. CPUs have
+none, because throttled ranks hold up their whole gang. */}}
+{{- define "csps.workerResources" -}}
+{{- $values := (index . 0).Values -}}
+{{- $gang := index . 1 -}}
+{{- $ranks := include "csps.ranksPerPod" $gang | int -}}
+{{- $memory := printf "%dMi" (add (mul $ranks $gang.memoryMiBPerRank) $values.workerOverhead.memoryMiB) -}}
+{{- $gpus := mul $ranks $gang.gpusPerRank -}}
+requests:
+  cpu: {{ printf "%dm" (add (mul $ranks $gang.threads 1000) $values.workerOverhead.cpuMillicores) }}
+  memory: {{ $memory }}
+limits:
+  memory: {{ $memory }}
+  {{- if $gpus }}
+  {{ $values.gpuResourceName }}: {{ $gpus | quote }}
+  {{- end }}
+{{- end }}

@@ -1,0 +1,96 @@
+{{/* What Ray Serve deploys: `serve deploy` takes the same document. Read by the operator from the
+RayService and stored in clear, so no secret may ever get in here. */}}
+{{- define "csps.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: 8000
+logging_config:
+  log_level: INFO
+  enable_access_log: false
+applications:
+  - name: csps
+    route_prefix: /
+    import_path: csps.services.app:build
+    args:
+      {{- include "csps.settings" . | nindent 6 }}
+    deployments:
+      {{- range tuple "Router" "Configurator" "Registry" }}
+      - name: {{ . }}
+        ray_actor_options:
+          num_cpus: 0.05
+          resources: {csps_control: 0.1}
+      {{- end }}
+      - name: PrefillGang
+        {{- include "csps.rankPlacement" (tuple "prefill" .Values.prefill) | nindent 8 }}
+      - name: DecodeGang
+        {{- include "csps.rankPlacement" (tuple "decode" .Values.decode) | nindent 8 }}
+{{- end }}
+
+{{/* A rank takes one unit of a resource that only the pods of its role have. By CPUs alone, small
+decode ranks could fill pods meant for prefill, and the prefill gang would wait forever. */}}
+{{- define "csps.rankPlacement" -}}
+{{- $role := index . 0 -}}
+{{- $gang := index . 1 -}}
+ray_actor_options:
+  num_cpus: {{ $gang.threads }}
+  num_gpus: {{ $gang.gpusPerRank }}
+  resources: {csps_{{ $role }}: 1}
+{{- end }}
+
+{{/* The application's arguments; what the chart derives wins over `extraSettings`, because pods are
+sized by it. */}}
+{{- define "csps.settings" -}}
+{{- $derived := include "csps.derivedSettings" . | fromYaml -}}
+{{- toYaml (mergeOverwrite (deepCopy .Values.extraSettings) $derived) -}}
+{{- end }}
+
+{{- define "csps.derivedSettings" -}}
+model: {{ .Values.model.path | quote }}
+{{- with .Values.model.servedName }}
+served_model_name: {{ . | quote }}
+{{- end }}
+dtype: {{ .Values.model.dtype }}
+device: {{ .Values.model.device }}
+{{- with .Values.model.maxPositions }}
+max_positions: {{ int . }}
+{{- end }}
+drain_s: {{ .Values.drainSeconds }}
+prefill:
+  {{- include "csps.gangSettings" .Values.prefill | nindent 2 }}
+  spt_tokens: {{ int .Values.prefill.sptTokens }}
+  short_tokens: {{ int .Values.prefill.shortTokens }}
+decode:
+  {{- include "csps.gangSettings" .Values.decode | nindent 2 }}
+  spread_tokens: {{ int .Values.decode.spreadTokens }}
+  max_batch: {{ int .Values.decode.maxBatch }}
+queue:
+  max_waiting: {{ int .Values.queue.maxWaiting }}
+  max_waiting_tokens: {{ int .Values.queue.maxWaitingTokens }}
+  max_attempts: {{ int .Values.queue.maxAttempts }}
+topology:
+  prefill: {{ toJson .Values.topology.prefill }}
+  decode: {{ toJson .Values.topology.decode }}
+telemetry:
+  {{- include "csps.telemetrySettings" .Values.telemetry | nindent 2 }}
+{{- end }}
+
+{{- define "csps.gangSettings" -}}
+instances: {{ int .instances }}
+tp: {{ int .tp }}
+threads: {{ int .threads }}
+kv_slots: {{ int .kvSlots }}
+num_cpus: {{ int .threads }}
+num_gpus: {{ int .gpusPerRank }}
+{{- end }}
+
+{{/* Without an endpoint the application would write span files, which nobody empties in a pod. */}}
+{{- define "csps.telemetrySettings" -}}
+enabled: {{ ne .otlpEndpoint "" }}
+{{- with .otlpEndpoint }}
+otlp_endpoint: {{ . | quote }}
+{{- end }}
+spans_dir: /tmp/csps-traces
+sample: {{ .sample }}
+project: {{ .project | quote }}
+{{- end }}

@@ -1,0 +1,98 @@
+"""The chart as Helm renders it, offline, and short ways to what tests look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helm_python import Chart
+
+CHART = Path(__file__).resolve().parents[2] / "helm" / "csps"
+RELEASE, NAMESPACE = "demo", "llm"
+
+Values = dict[str, Any]
+Manifest = Any  # parsed YAML
+
+EVERYTHING: Values = {
+    "model": {"path": "/models/llama", "volume": {"create": {"enabled": True}}},
+    "ingress": {"enabled": True, "host": "llm.example.org", "tlsSecret": "certificate"},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "service": {"annotations": {"a": "b"}},
+    "telemetry": {"otlpEndpoint": "http://collector:4318/v1/traces"},
+    "image": {"pullSecrets": [{"name": "registry"}]},
+    "pods": {
+        "annotations": {"a": "b"},
+        "labels": {"team": "llm"},
+        "priorityClassName": "high",
+        "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    },
+    "head": {"tolerations": [{"key": "head", "operator": "Exists"}]},
+}
+"""Every optional object and branch that does not exclude another."""
+
+GPUS: Values = {
+    "model": {"dtype": "bfloat16", "device": "cuda"},
+    "prefill": {"instances": 4, "tp": 4, "threads": 4, "gpusPerRank": 1, "ranksPerPod": 8},
+    "decode": {"instances": 1, "tp": 8, "threads": 2, "gpusPerRank": 1},
+    "pods": {"runtimeClassName": "nvidia"},
+}
+"""16 prefill ranks on two machines of 8 GPUs, 8 decode ranks on a third."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All objects of one rendering."""
+
+    manifests: tuple[Manifest, ...]
+    notes: str
+
+    def of_kind(self, kind: str) -> Manifest:
+        """The only object of that kind."""
+        (found,) = [it for it in self.manifests if it["kind"] == kind]
+        return found
+
+    @property
+    def kinds(self) -> set[str]:
+        return {it["kind"] for it in self.manifests}
+
+    @property
+    def cluster(self) -> Manifest:
+        """What the RayService says about the Ray cluster."""
+        return self.of_kind("RayService")["spec"]["rayClusterConfig"]
+
+    @property
+    def groups(self) -> dict[str, Manifest]:
+        """The head group and the worker groups, by name."""
+        workers = {it["groupName"]: it for it in self.cluster["workerGroupSpecs"]}
+        return {"head": self.cluster["headGroupSpec"], **workers}
+
+    @property
+    def serve_config_text(self) -> str:
+        return str(self.of_kind("RayService")["spec"]["serveConfigV2"])
+
+    @property
+    def application(self) -> Manifest:
+        """The only application of the Serve configuration."""
+        (application,) = yaml.safe_load(self.serve_config_text)["applications"]
+        return application
+
+
+def render(values: Values | None = None, *, chart: Path = CHART) -> Rendered:
+    """Render as `helm install demo` in the namespace `llm` would."""
+    files = Chart.load(chart).render(values or {}, name=RELEASE, namespace=NAMESPACE)
+    notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    documents = [it for text in texts for it in yaml.safe_load_all(text) if it is not None]
+    return Rendered(tuple(documents), notes)
+
+
+def container(group: Manifest) -> Manifest:
+    """Ray's container of a group."""
+    return group["template"]["spec"]["containers"][0]
+
+
+def environment(group: Manifest) -> dict[str, Manifest]:
+    """The variables of Ray's container, by name."""
+    return {it["name"]: it for it in container(group)["env"]}

@@ -1,0 +1,114 @@
+"""Pods are sized by the gangs, and every rank finds its place in a pod of its role."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from helm_python import HelmRenderError
+from rendered_chart import GPUS, Rendered, Values, container, render
+
+from csps.services.app import build
+from csps.services.settings import Settings
+
+ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang"}
+
+
+def ray_resources(group: dict[str, Any]) -> dict[str, float]:
+    """What the nodes of a group offer to Ray, as `ray start` gets it from KubeRay's shell."""
+    params = group["rayStartParams"]
+    quoted = params["resources"]
+    assert quoted[0] == quoted[-1] == "'"
+    sizes = {"CPU": float(params["num-cpus"]), "GPU": float(params["num-gpus"])}
+    return {**sizes, **json.loads(quoted[1:-1])}
+
+
+def demands(rendered: Rendered) -> dict[str, dict[str, float]]:
+    """What one replica of each deployment asks of Ray."""
+    return {
+        it["name"]: {
+            "CPU": it["ray_actor_options"]["num_cpus"],
+            "GPU": it["ray_actor_options"].get("num_gpus", 0),
+            **it["ray_actor_options"]["resources"],
+        }
+        for it in rendered.application["deployments"]
+    }
+
+
+def places(offer: dict[str, float], demand: dict[str, float]) -> int:
+    """Replicas that one node can take."""
+    return min(int(offer.get(name, 0) / need) for name, need in demand.items() if need)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, GPUS, {"prefill": {"instances": 3, "tp": 2, "threads": 4, "ranksPerPod": 2}}],
+    ids=["defaults", "gpus", "three pods"],
+)
+def test_a_gang_fills_its_pods_and_fits_no_others(values: Values) -> None:
+    rendered = render(values)
+    settings = Settings.model_validate(rendered.application["args"])
+    for role, deployment in ROLES.items():
+        demand = demands(rendered)[deployment]
+        fits = {name: places(ray_resources(it), demand) for name, it in rendered.groups.items()}
+        group = rendered.groups[role]
+        ranks = getattr(settings, role).ranks
+        assert fits.pop(role) * group["replicas"] == ranks
+        assert set(fits.values()) == {0}
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+
+
+def test_router_configurator_and_registry_fit_on_the_head_and_nowhere_else() -> None:
+    rendered = render()
+    shells = {name: it for name, it in demands(rendered).items() if name not in ROLES.values()}
+    offers = {name: ray_resources(group) for name, group in rendered.groups.items()}
+    for demand in shells.values():
+        assert places(offers["head"], demand) >= len(shells)
+        assert places(offers["prefill"], demand) == places(offers["decode"], demand) == 0
+
+
+def test_deployments_are_those_of_the_application() -> None:
+    built = build(Settings.model_validate(render().application["args"]))
+    router: Any = built._bound_deployment
+    _, _, registry, configurator = router.init_args
+    bound = (built, registry, configurator, *router.init_kwargs["gangs"])
+    assert {it._bound_deployment.name for it in bound} == set(demands(render()))
+
+
+def test_cpu_and_memory_follow_from_ranks_and_threads() -> None:
+    values = {
+        "prefill": {"instances": 2, "tp": 2, "threads": 3, "memoryMiBPerRank": 1000},
+        "workerOverhead": {"cpuMillicores": 250, "memoryMiB": 100},
+    }
+    resources = container(render(values).groups["prefill"])["resources"]
+    assert resources["requests"] == {"cpu": "12250m", "memory": "4100Mi"}
+    assert resources["limits"] == {"memory": "4100Mi"}
+
+
+def test_no_gpu_unless_asked_for() -> None:
+    for group in render().groups.values():
+        assert "nvidia.com/gpu" not in container(group)["resources"]["limits"]
+        assert ray_resources(group)["GPU"] == 0
+
+
+def test_a_gpu_for_each_rank() -> None:
+    rendered = render(GPUS)
+    settings = Settings.model_validate(rendered.application["args"])
+    assert (settings.device, settings.dtype) == ("cuda", "bfloat16")
+    assert settings.prefill.num_gpus == settings.decode.num_gpus == 1
+    for role in ROLES:
+        group = rendered.groups[role]
+        assert container(group)["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        assert group["template"]["spec"]["runtimeClassName"] == "nvidia"
+    assert "nvidia.com/gpu" not in container(rendered.groups["head"])["resources"]["limits"]
+
+
+def test_other_accelerators_by_name() -> None:
+    rendered = render({**GPUS, "gpuResourceName": "amd.com/gpu"})
+    assert container(rendered.groups["decode"])["resources"]["limits"]["amd.com/gpu"] == "8"
+
+
+def test_a_gang_that_does_not_fill_its_pods_is_refused() -> None:
+    with pytest.raises(HelmRenderError, match=r"a gang of 3 ranks .* does not fill pods of 2"):
+        render({"prefill": {"instances": 3, "ranksPerPod": 2}})

@@ -1,0 +1,87 @@
+"""Secrets lie in a Secret, reach processes through their environment, and show nowhere else."""
+
+from __future__ import annotations
+
+import shutil
+from base64 import b64decode, b64encode
+from pathlib import Path
+
+import yaml
+from rendered_chart import CHART, EVERYTHING, Rendered, Values, environment, render
+
+from csps.services.credentials import KEYS_VARIABLE, SECRET_MIN_LENGTH, SECRET_VARIABLE
+
+LOOKUP = 'lookup "v1" "Secret" .Release.Namespace $name'
+
+
+def secrets_of(rendered: Rendered) -> dict[str, str]:
+    data = rendered.of_kind("Secret")["data"]
+    return {name: b64decode(value).decode() for name, value in data.items()}
+
+
+def test_secrets_show_in_no_other_object() -> None:
+    given = ["first-key-of-a-client", "second-key-of-a-client"]
+    rendered = render({**EVERYTHING, "auth": {"apiKeys": given}})
+    values = secrets_of(rendered)
+    assert values["api-keys"] == ",".join(given)
+    others = [it for it in rendered.manifests if it["kind"] != "Secret"]
+    text = yaml.safe_dump(others) + rendered.notes
+    for secret in [values["cluster-secret"], *given]:
+        assert secret not in text
+        assert b64encode(secret.encode()).decode() not in text
+
+
+def test_generated_secrets_are_long_and_differ() -> None:
+    first, second = secrets_of(render()), secrets_of(render())
+    assert set(first) == {"cluster-secret", "api-keys"}
+    assert len(first["cluster-secret"]) >= 2 * SECRET_MIN_LENGTH
+    assert first["api-keys"].startswith("csps-")
+    assert all(first[name] != second[name] for name in first)
+
+
+def test_an_upgrade_keeps_what_is_stored(tmp_path: Path) -> None:
+    """No cluster answers `lookup` here, so its answer is put in its place."""
+    chart = tmp_path / "csps"
+    shutil.copytree(CHART, chart)
+    template = chart / "templates" / "secret.yaml"
+    stored = b64encode(b"drawn at the first installation").decode()
+    answer = f'dict "data" (dict "cluster-secret" "{stored}" "api-keys" "{stored}")'
+    text = template.read_text()
+    assert LOOKUP in text
+    template.write_text(text.replace(LOOKUP, answer))
+    kept = secrets_of(render(chart=chart))
+    assert set(kept.values()) == {"drawn at the first installation"}
+    given: Values = {"auth": {"apiKeys": ["given-by-the-operator"]}}
+    assert secrets_of(render(given, chart=chart))["api-keys"] == "given-by-the-operator"
+
+
+def test_processes_get_what_they_need_and_no_more() -> None:
+    for name, group in render().groups.items():
+        variables = environment(group)
+        reference = variables[SECRET_VARIABLE]["valueFrom"]["secretKeyRef"]
+        assert reference == {"name": "demo-csps", "key": "cluster-secret"}
+        assert (KEYS_VARIABLE in variables) == (name == "head")
+
+
+def test_an_existing_secret_replaces_the_charts() -> None:
+    rendered = render({"auth": {"existingSecret": "mine"}})
+    assert "Secret" not in rendered.kinds
+    head = environment(rendered.groups["head"])
+    for variable in (SECRET_VARIABLE, KEYS_VARIABLE):
+        assert head[variable]["valueFrom"]["secretKeyRef"]["name"] == "mine"
+    assert "get secret mine" in rendered.notes
+
+
+def test_open_server_on_request() -> None:
+    rendered = render({"auth": {"requireApiKey": False}})
+    assert set(secrets_of(rendered)) == {"cluster-secret"}
+    assert KEYS_VARIABLE not in environment(rendered.groups["head"])
+
+
+def test_ray_asks_for_its_token() -> None:
+    rendered = render()
+    assert rendered.cluster["authOptions"] == {"mode": "token"}
+    for group in rendered.groups.values():
+        assert environment(group)["RAY_AUTH_MODE"]["value"] == "token"
+    named = render({"ray": {"tokenSecret": "ray-token"}})
+    assert named.cluster["authOptions"] == {"mode": "token", "secretName": "ray-token"}

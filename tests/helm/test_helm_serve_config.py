@@ -1,0 +1,88 @@
+"""The Serve configuration inside the RayService is one that the application accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rendered_chart import EVERYTHING, GPUS, Values, render
+
+from csps.protocols.errors import ConfigError
+from csps.services.deploy_config import IMPORT_PATH, read_config
+from csps.services.settings import Settings
+
+
+def settings(values: Values | None = None) -> Settings:
+    return Settings.model_validate(render(values).application["args"])
+
+
+@pytest.mark.parametrize("values", [{}, GPUS], ids=["defaults", "gpus"])
+def test_check_config_accepts_it(values: Values, tmp_path: Path) -> None:
+    """The application's own check refuses every key that Serve or the settings do not know."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(render(values).serve_config_text)
+    config = read_config(path)
+    assert (config.host, config.port) == ("0.0.0.0", 8000)
+
+
+def test_workers_have_a_proxy_of_their_own() -> None:
+    """KubeRay sends traffic to every ready pod, not to the head alone."""
+    assert yaml.safe_load(render().serve_config_text)["proxy_location"] == "EveryNode"
+    assert render().application["import_path"] == IMPORT_PATH
+
+
+def test_defaults_are_those_of_the_application() -> None:
+    chart, own = settings(), Settings()
+    only_here: Any = {"prefill": {"num_cpus"}, "decode": {"num_cpus"}, "telemetry": True}
+    assert chart.model_dump(exclude=only_here) == own.model_dump(exclude=only_here)
+    assert chart.prefill.num_cpus == chart.prefill.threads
+
+
+def test_every_value_arrives() -> None:
+    gang = {"instances": 3, "tp": 2, "threads": 5, "kvSlots": 1000}
+    location = [f"0-0-{rank}" for rank in range(6)]
+    got = settings(
+        {
+            "model": {"path": "/models/m", "servedName": "m", "maxPositions": 2_000_000},
+            "prefill": {**gang, "sptTokens": 11, "shortTokens": 12},
+            "decode": {**gang, "spreadTokens": 13, "maxBatch": 14},
+            "queue": {"maxWaiting": 15, "maxWaitingTokens": 100_000_000, "maxAttempts": 16},
+            "topology": {"prefill": location, "decode": location},
+            "telemetry": {"sample": 0.25, "project": "p"},
+            "drainSeconds": 17,
+        }
+    )
+    assert (got.model, got.served_model_name, got.max_positions) == ("/models/m", "m", 2_000_000)
+    for section in (got.prefill, got.decode):
+        assert (section.ranks, section.tp, section.threads, section.kv_slots) == (6, 2, 5, 1000)
+    assert (got.prefill.spt_tokens, got.prefill.short_tokens) == (11, 12)
+    assert (got.decode.spread_tokens, got.decode.max_batch) == (13, 14)
+    assert got.queue.model_dump() == {
+        "max_waiting": 15,
+        "max_waiting_tokens": 100_000_000,
+        "max_attempts": 16,
+    }
+    assert got.topology.prefill == got.topology.decode == tuple(location)
+    assert (got.telemetry.sample, got.telemetry.project) == (0.25, "p")
+    assert got.drain_s == 17
+
+
+def test_tracing_goes_to_an_endpoint_or_nowhere() -> None:
+    assert settings().telemetry.enabled is False
+    traced = settings(EVERYTHING).telemetry
+    assert traced.enabled is True
+    assert traced.otlp_endpoint == EVERYTHING["telemetry"]["otlpEndpoint"]
+
+
+def test_further_settings_pass_but_cannot_contradict_the_pods() -> None:
+    further = {"default_max_tokens": 7, "prefill": {"instances": 99}}
+    got = settings({"extraSettings": further})
+    assert got.default_max_tokens == 7
+    assert got.prefill.instances == 2
+
+
+def test_misspelled_further_settings_are_found_by_the_application() -> None:
+    with pytest.raises(ConfigError, match="'default_max_tokens'"):
+        settings({"extraSettings": {"default_max_token": 7}})
