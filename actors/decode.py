@@ -201,6 +201,7 @@ class DecodeLoop:
         if reservation.request.master == self._engine.instance:
             sampler = self._sampler(reservation.request)
             sampler.observe(order.token)
+        reservation.joined(self._engine.rank)
         self._batch.append(_Decoding(reservation, order.token, sampler))
 
     def _end_owner(self, number: int) -> None:
@@ -226,6 +227,7 @@ class DecodeLoop:
             with reservation.lock:
                 reservation.closed = True
                 self._engine.pool.free_request(rid)
+            reservation.left()
         self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
 
     # --- one iteration ---------------------------------------------------------------------

@@ -22,6 +22,7 @@ from csps.actors.name_digest import name_digest
 from csps.actors.span_set import SpanSet
 from csps.protocols.errors import FaultError, TransferError
 from csps.protocols.messages import KvLanded, RequestFailed, Reserve, Span
+from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,24 @@ class Reservation:
         self.missing = self.tokens * len(self.heads) * self.layers
         self._epoch = name_digest(self.request.epoch)
         self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
+        # Traced from the reservation to the last token of KV, then from joining to leaving.
+        self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
+
+    def landed(self) -> None:
+        """All KV is here."""
+        self._trace(NO_SPAN)
+
+    def joined(self, rank: int) -> None:
+        """The request decodes from now on."""
+        self._trace(begin("decode.rank", self.request.trace, {"csps.rank": rank}))
+
+    def left(self) -> None:
+        """The request is gone from this rank."""
+        self._trace(NO_SPAN)
+
+    def _trace(self, following: TraceSpan) -> None:
+        self._trace_span.end()
+        self._trace_span = following
 
     @property
     def tokens(self) -> int:
@@ -144,6 +163,7 @@ class Landing:
             self._on_failed(failure)
             return
         if complete:
+            reservation.landed()
             seconds = time.monotonic() - reservation.started
             tokens = reservation.tokens
             self._on_landed(

@@ -327,6 +327,7 @@ class PrefillLoop:
                 queue_s=run.clock.queue_s,
                 compute_s=run.clock.compute_s,
                 communication_s=run.clock.communication_s,
+                exchange_s=run.clock.exchange_s,
                 transfer_s=transfer_s,
                 yielded_s=run.clock.yielded_s,
             ),

@@ -233,6 +233,11 @@ class Rank:
             "cancel": self._cancel,
         }
 
+    @property
+    def attached(self) -> bool:
+        """A router uses this rank."""
+        return self._router is not None
+
     def _attach(self, payload: Any, peer: Peer) -> dict[str, Any]:
         self.check_health()
         router_id = schema.unpack(Attach, payload).router_id

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -60,6 +61,7 @@ class Transfers:
         self._clock = clock
         self._overlap = overlap
         self._under_way: list[Transfer] = []
+        self._work: Callable[[], bool] | None = None
         self._arrivals: _Line
         self._departures: _Line
 
@@ -101,11 +103,25 @@ class Transfers:
         transfer = Transfer(label, begun_ns, received, sent)
         self._under_way.append(transfer)
         if not self._overlap:
-            self._wait(transfer, received, sent)
+            with self._clock.communicating(), self._noted_wait(label):
+                received.result()
+                sent.result()
         return transfer
+
+    @contextmanager
+    def meanwhile(self, work: Callable[[], bool]) -> Iterator[None]:
+        """Inside, `wait` does a share of this work rather than nothing, for as long as `work`
+        returns true; without overlap it does not."""
+        self._work = work if self._overlap else None
+        try:
+            yield
+        finally:
+            self._work = None
 
     def wait(self, transfer: Transfer) -> None:
         """Block until everything has arrived; raises RuntimeError when a peer died."""
+        while self._work is not None and not transfer.received.done() and self._work():
+            pass
         self._wait(transfer, transfer.received)
 
     def _wait(self, transfer: Transfer, *futures: Future[int]) -> None:
@@ -113,20 +129,20 @@ class Transfers:
             for future in futures:
                 future.result()
             return
-        label = transfer.label
-        waited = self.timeline.phase(
-            "wait", layer=label.layer, level=label.level, micro=label.micro
-        )
-        with self._clock.waiting(), waited:
+        with self._clock.waiting(), self._noted_wait(transfer.label):
             for future in futures:
                 future.result()
+
+    def _noted_wait(self, label: Label) -> AbstractContextManager[None]:
+        return self.timeline.phase("wait", layer=label.layer, level=label.level, micro=label.micro)
 
     def _finish(self) -> None:
         for transfer in self._under_way:
             self._wait(transfer, transfer.received, transfer.sent)
         if self._mesh.on_cuda:
             return
-        self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
+        if self._overlap:
+            self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
         for transfer in self._under_way:
             begin, end = transfer.span_ns
             label = transfer.label

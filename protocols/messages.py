@@ -250,8 +250,11 @@ class PrefillDone:
     queue_s: float
     compute_s: float
     communication_s: float
+    """Waiting for exchanges inside the group."""
     transfer_s: float
     yielded_s: float
+    exchange_s: float = 0.0
+    """Exchanges inside the group were under way, hidden behind computing or not."""
 
 
 @dataclass(frozen=True, kw_only=True)

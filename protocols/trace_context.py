@@ -18,6 +18,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 # of a wire must agree.
 _PROPAGATOR = TraceContextTextMapPropagator()
 
+TraceSpan = trace.Span
+NO_SPAN: TraceSpan = trace.INVALID_SPAN
+"""Takes all calls and records nothing."""
+
 
 def inject() -> dict[str, str]:
     """The current span as a carrier; empty when there is none."""
@@ -59,3 +63,13 @@ def span(
     tracer = trace.get_tracer("csps")
     with tracer.start_as_current_span(name, context=extract(carrier), attributes=dict(attributes)):
         yield
+
+
+def begin(
+    name: str, carrier: Mapping[str, object], attributes: Mapping[str, str | int | float]
+) -> TraceSpan:
+    """A span that its holder ends, for work that no single block of code does."""
+    if not carrier:
+        return NO_SPAN
+    tracer = trace.get_tracer("csps")
+    return tracer.start_span(name, context=extract(carrier), attributes=dict(attributes))

@@ -168,5 +168,5 @@ async def _router_gone(rank: Rank, deadline_s: float) -> None:
     """Serve stops all deployments at once; the router goes on until its requests have ended."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
-            while rank._router is not None:  # noqa: ASYNC110 (it changes on another thread)
+            while rank.attached:  # noqa: ASYNC110 (it changes on another thread)
                 await asyncio.sleep(DRAIN_POLL_S)

@@ -56,20 +56,20 @@ class Returns:
         self,
         group: SpGroup,
         rows: KeptRows,
-        running: Running,
         transfers: Transfers,
         *,
         layer: int,
     ) -> None:
         self._group = group
         self._rows = rows
-        self._running = running
         self._transfers = transfers
         self._layer = layer
+        self._lse_dtype = torch.promote_types(rows.q_thd.dtype, torch.float32)
         self._arriving: list[tuple[Transfer, list[tuple[_Parcel, Tensor]]]] = []
+        self._finished: list[Finished] = []
 
     def send(self, done: Finished) -> None:
-        """Start the return of a finished micro-partition; own rows are merged at once."""
+        """Start the return of a finished micro-partition."""
         routes, micro = done.routes, done.micro
         own, foreign = self._sorted_parts(routes)
         sends = [
@@ -87,19 +87,22 @@ class Returns:
         label = Label(phase="second all-to-all", layer=self._layer, level=routes.level, micro=micro)
         transfer = self._transfers.start(sends, recvs, Tag.SECOND_EXCHANGE, label)
         self._arriving.append((transfer, payloads))
-        for part in own:
-            self._merge(_Parcel(routes, micro, part, self._group.member), self._outputs(done, part))
+        self._finished.append(done)
 
-    def merge_all(self) -> None:
-        """Wait for everything on its way, in order, and merge it."""
+    def merge_all(self, running: Running) -> None:
+        """Merge own outputs, wait for everything on its way, in order, and merge that."""
         timeline = self._transfers.timeline
+        with timeline.phase("merge", layer=self._layer):
+            for done in self._finished:
+                for part in self._sorted_parts(done.routes)[0]:
+                    parcel = _Parcel(done.routes, done.micro, part, self._group.member)
+                    self._merge(running, parcel, self._outputs(done, part))
         for transfer, payloads in self._arriving:
             self._transfers.wait(transfer)
             label = transfer.label
             with timeline.phase("merge", layer=label.layer, level=label.level, micro=label.micro):
                 for parcel, payload in payloads:
-                    self._merge(parcel, self._views(parcel, payload))
-        self._arriving.clear()
+                    self._merge(running, parcel, self._views(parcel, payload))
 
     def _sorted_parts(self, routes: SegmentRoutes) -> tuple[list[int], list[int]]:
         """Parts with outputs here: this member's own, and others'."""
@@ -114,8 +117,10 @@ class Returns:
             rows = mine.query_rows(block, done.micro)[part]
             yield out_nhd[rows], lse_hn[:, rows]
 
-    def _merge(self, parcel: _Parcel, outputs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        running, part = self._running, self._rows.parts[parcel.part]
+    def _merge(
+        self, running: Running, parcel: _Parcel, outputs: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
+        part = self._rows.parts[parcel.part]
         for (block, tokens), (out_nhd, lse_hn) in zip(parcel.blocks, outputs, strict=True):
             kept_gn = self._rows.kept(part.index, block, tokens)
             rows = part.rows
@@ -152,7 +157,7 @@ class Returns:
             lse_bytes, out_bytes = self._sizes(block, tokens)
             middle, end = begin + lse_bytes, begin + lse_bytes + out_bytes
             heads, count = block.queries.stop - block.queries.start, tokens.stop - tokens.start
-            lse_hn = payload[begin:middle].view(self._running.lse_ht.dtype).view(heads, count)
+            lse_hn = payload[begin:middle].view(self._lse_dtype).view(heads, count)
             out_nhd = payload[middle:end].view(q_thd.dtype).view(count, heads, q_thd.shape[2])
             yield out_nhd, lse_hn
             begin = end
@@ -161,4 +166,4 @@ class Returns:
         """Bytes of LSEs and of outputs; LSEs come first, which keeps their fp32 aligned."""
         rows = (block.queries.stop - block.queries.start) * (tokens.stop - tokens.start)
         q_thd = self._rows.q_thd
-        return rows * self._running.lse_ht.itemsize, rows * q_thd.shape[2] * q_thd.itemsize
+        return rows * self._lse_dtype.itemsize, rows * q_thd.shape[2] * q_thd.itemsize

@@ -11,6 +11,7 @@ With one level (N_v = 1) this is exact SP-NTP with pipelining.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -23,7 +24,7 @@ from csps.actors.csa.kept import nested_order
 from csps.actors.csa.kept_rows import KeptOrder, KeptRows
 from csps.actors.csa.own_rows import OwnRows, attend_own_levels
 from csps.actors.csa.owned_level import OwnedLevel
-from csps.actors.csa.returns import Returns, Running
+from csps.actors.csa.returns import Returns
 from csps.actors.csa.routes import HeadCounts, Routes
 from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.csa.window_judge import WindowJudge
@@ -91,22 +92,26 @@ class Csa:
             q_thd, k_thd, v_thd, parts=self._own, drop_queries=self._schedule.plan.drop_queries
         )
         own = self._own_rows(layer, q_thd, k_thd, v_thd)
+        with self._transfers.meanwhile(partial(self._attend_own, layer, own)):
+            self._attend(layer, rows, own)
+        return own.running.out_thd.to(q_thd.dtype)
+
+    def _attend(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
+        """One layer; wherever it waits, own rows are attended to instead."""
         if self._schedule.drops(layer):
-            self._choose(layer, rows, own)
+            self._choose(layer, rows)
         judging = not self._judged_at_once and self._schedule.drops(layer + 1)
         if judging:
             self._judge.begin(layer, rows, self._transfers)
         levels = self._begin(layer, rows)
-        self._attend_own(layer, own, leave=0)
         if judging:
             self._judge.advance(layer, self._transfers)
-        self._attend_farther(layer, rows, own.running, levels)
+        self._attend_levels(layer, rows, own, levels)
         if judging:
             done = LayerAttention(
                 layer=layer, rows=rows, running=own.running, levels=tuple(levels.values())
             )
             self._judge.finish(done, self._transfers)
-        return own.running.out_thd.to(q_thd.dtype)
 
     # --- one layer -----------------------------------------------------------------------------
 
@@ -122,11 +127,13 @@ class Csa:
             scale=self._scale,
         )
 
-    def _attend_own(self, layer: int, own: OwnRows, *, leave: int) -> None:
-        """Compute own rows' micro-partitions but for so many, in the time of some transfer."""
-        while own.left > leave:
-            with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
-                own.attend_next()
+    def _attend_own(self, layer: int, own: OwnRows) -> bool:
+        """One micro-partition of level 1, or false if there is none left."""
+        if not own.left:
+            return False
+        with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
+            own.attend_next()
+        return True
 
     def _begin(self, layer: int, rows: KeptRows) -> dict[int, OwnedLevel]:
         """Every level's first all-to-all under way, near levels first."""
@@ -138,28 +145,33 @@ class Csa:
             levels[number] = level
         return levels
 
-    def _attend_farther(
-        self, layer: int, rows: KeptRows, running: Running, levels: Mapping[int, OwnedLevel]
+    def _attend_levels(
+        self, layer: int, rows: KeptRows, own: OwnRows, levels: Mapping[int, OwnedLevel]
     ) -> None:
-        """Levels ascending: compute what arrives, and send back what is finished."""
-        if self._schedule.plan.nested:
-            attend_own_levels(running, rows, self._layer_routes(layer), scale=self._scale)
-        returns = Returns(self._group, rows, running, self._transfers, layer=layer)
+        """Levels ascending: compute what arrives, and send back what is finished. What is left of
+        level 1 by then hides the way of the last outputs."""
+        returns = Returns(self._group, rows, self._transfers, layer=layer)
+        if not self._schedule.plan.pipelined:
+            self._attend_rest(layer, own)
         for level in levels.values():
             for finished in level.compute(self._transfers, levels):
                 returns.send(finished)
-        returns.merge_all()
+        self._attend_rest(layer, own)
+        if self._schedule.plan.nested:
+            attend_own_levels(own.running, rows, self._layer_routes(layer), scale=self._scale)
+        returns.merge_all(own.running)
+
+    def _attend_rest(self, layer: int, own: OwnRows) -> None:
+        while self._attend_own(layer, own):
+            pass
 
     # --- kept sets -----------------------------------------------------------------------------
 
-    def _choose(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
-        """Fix what a layer keeps. If the layer judges itself, own rows are computed while the
-        judge's messages travel, but for the micro-partition that hides the first all-to-all."""
+    def _choose(self, layer: int, rows: KeptRows) -> None:
+        """Fix what a layer keeps."""
         if self._judged_at_once:
             self._judge.begin(layer, rows, self._transfers)
-            self._attend_own(layer, own, leave=max(1, own.left - 1))
             self._judge.advance(layer, self._transfers)
-            self._attend_own(layer, own, leave=max(1, own.left - 1))
         with self._timeline.phase("select", layer=layer):
             rows.keep({index: self._orders(layer, part) for index, part in self._own.items()})
 

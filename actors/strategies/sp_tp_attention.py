@@ -70,7 +70,9 @@ class RowAttention:
             self._attend_all(own, k_ngd, v_ngd)
 
     def importance(self, index: int, window: int) -> Tensor:
-        """What a piece's keys received from its last queries, `window` of them or, at 0, all.
+        """What a piece's keys receive from its last `window` queries under exact attention, or,
+        at 0, from all of them under the attention that was computed. Dropped keys are judged with
+        the others, so that they can come back.
 
         Returns:
             (g, rows of the piece) fp32. Where members share a KV head each judges by its own
@@ -78,18 +80,17 @@ class RowAttention:
         """
         keys = range(self._begins[index], self._begins[index + 1])
         queries = keys[-window:] if window else keys
-        parts = [
-            importance(
-                self.q_Thd[queries.start : queries.stop, block.queries],
-                self.k_Tgd[keys.start : keys.stop, block.keys],
-                self.lse_hT[block.queries, queries.start : queries.stop],
-                q_positions=queries,
-                k_positions=keys,
-                scale=self._scale,
-            )
-            for block in self._blocks
-        ]
-        return torch.cat(parts)
+        return torch.cat([self._judge(block, queries, keys, window > 0) for block in self._blocks])
+
+    def _judge(self, block: HeadBlock, queries: range, keys: range, exact: bool) -> Tensor:
+        rows, columns = slice(queries.start, queries.stop), slice(keys.start, keys.stop)
+        q_nhd, k_ngd = self.q_Thd[rows, block.queries], self.k_Tgd[columns, block.keys]
+        lse_hn = self.lse_hT[block.queries, rows]
+        positions = {"q_positions": queries, "k_positions": keys}
+        if exact:
+            v_ngd = self.v_Tgd[columns, block.keys]
+            _, lse_hn = attention(q_nhd, k_ngd, v_ngd, scale=self._scale, **positions)
+        return importance(q_nhd, k_ngd, lse_hn, scale=self._scale, **positions)
 
     def _clip(self, index: int, start: int, stop: int) -> range:
         return range(max(start, self._begins[index]), min(stop, self._begins[index + 1]))

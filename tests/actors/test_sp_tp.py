@@ -7,6 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from strategy_ranks import StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
@@ -77,7 +80,38 @@ def test_pipelined_equals_one_member(
     gang = gangs(model, 4)
     job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
     make = pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical)
-    gang.check(job, gang.run(job, make), gang.forwards(job))
+    results = gang.run(job, make)
+    gang.check(job, results, gang.forwards(job))
+    assert all(result.clock.exchange_s > 0 for result in results)
+    assert all(0 <= result.clock.hidden <= 1 for result in results)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    model=st.sampled_from(("gqa", "mqa", "mha")),
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),
+    cuts=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    servers=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    micro_partitions=st.integers(1, 4),
+    hierarchical=st.booleans(),
+)
+def test_pipelined_equals_not_pipelined(
+    gangs: Gangs,
+    model: str,
+    lengths: list[int],
+    cuts: list[float],
+    servers: list[int],
+    micro_partitions: int,
+    hierarchical: bool,
+) -> None:
+    gang, total = gangs(model, 4), sum(lengths)
+    job = job_of([0, *sorted(int(total * cut) for cut in cuts), total], lengths)
+    locations = tuple(f"0-{server}-{place}" for place, server in enumerate(sorted(servers)))
+    make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
+    for one, other in zip(gang.run(job, make), gang.run(job, exact), strict=True):
+        torch.testing.assert_close(one.x_td, other.x_td, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -67,12 +67,23 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
         )
         scale = q_thd.shape[2] ** -0.5
         out_thd, lse_ht = oracle.attend(q_thd, k_thd, v_thd, oracle.counts(judged[0]), scale)
-        window = plan.importance_window or LONG
-        judged[0] = oracle.judged_by_window(q_thd, k_thd, lse_ht, window, scale)
+        if plan.importance_window == ALL_QUERIES:
+            judged[0] = judged_by_all(q_thd, k_thd, lse_ht)
+        else:
+            judged[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
         return out_thd
 
     with torch.inference_mode():
         return dense_forward(gang.network, gang.prompt(0, LONG), attend)
+
+
+def judged_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
+    """(KV heads, tokens): mean over the queries behind each key, which may not have counted it."""
+    k_thd = k_thd.double().repeat_interleave(2, dim=1)
+    score_hqk = torch.einsum("qhd,khd->hqk", q_thd.double(), k_thd) * q_thd.shape[2] ** -0.5
+    sums_ht = (score_hqk - lse_ht[..., None]).exp().tril().sum(dim=1)
+    sums_gt: Tensor = sums_ht.view(-1, 2, LONG).sum(dim=1)
+    return sums_gt / torch.arange(LONG, 0, -1)
 
 
 def check(gang: StrategyRanks, plan: CsaPlan) -> None:

@@ -47,6 +47,33 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
     assert (first.layer, first.level, first.micro) == (3, 2, 1)
 
 
+def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() -> None:
+    """Rank 0 sends when rank 1 has done its last share of work."""
+
+    def rank(mesh: Mesh) -> list[int]:
+        shares = [3, 2, 1]
+        go = torch.zeros(1)
+
+        def work() -> bool:
+            if shares and shares.pop() == 3:
+                mesh.send(go, 0, Tag.PREFILL_ORDERS).wait()
+            return bool(shares)
+
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 0:
+                mesh.recv(go, 1, Tag.PREFILL_ORDERS).wait()
+                transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
+                return []
+            transfer = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
+            with transfers.meanwhile(work):
+                transfers.wait(transfer)
+            with transfers.meanwhile(lambda: pytest.fail("it has arrived")):
+                transfers.wait(transfer)
+        return shares
+
+    assert on_ranks(2, rank) == [[], []]
+
+
 def test_without_overlap_a_transfer_is_over_when_start_returns() -> None:
     def rank(mesh: Mesh) -> tuple[bool, bool]:
         other = 1 - mesh.rank

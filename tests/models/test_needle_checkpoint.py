@@ -1,6 +1,7 @@
 """The default model: loads with transformers unchanged, finds needles, ends its answers."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ from csps.models.needle_prompts import KINDS, Kind, NeedleConfig, generate, is_c
 transformers = pytest.importorskip("transformers")
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "needle"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Beside other work on the machine, two threads are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

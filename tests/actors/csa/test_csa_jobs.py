@@ -69,7 +69,7 @@ async def test_dropping_leaves_the_kv_cache_whole(tiny_llama: Path) -> None:
         await cell.freed(1)
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
-        assert all(done.communication_s > 0 for done in cell.about(PrefillDone))
+        assert all(done.exchange_s > 0 for done in cell.about(PrefillDone))
 
 
 async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None:

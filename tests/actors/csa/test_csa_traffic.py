@@ -101,7 +101,8 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
                         assert (phase, layer, level, micro) in seen
         assert ("select", 1, None, None) in seen
         assert all(event.start_ns <= event.end_ns for event in clock.timeline.events)
-        assert 0 < clock.communication_s <= clock.exchange_s + 0.01
+        assert clock.exchange_s > 0
+        assert (clock.hidden == 0) or pipelined
 
 
 def test_levels_and_second_all_to_alls_are_in_order(world: RankWorld) -> None:
@@ -113,5 +114,9 @@ def test_levels_and_second_all_to_alls_are_in_order(world: RankWorld) -> None:
         returns.sort(key=lambda event: event.start_ns)
         order = [(event.layer, event.level, event.micro) for event in returns]
         assert order == sorted(order)
-        attention = [(e.layer, e.level) for e in clock.timeline.events if e.name == "attention"]
+        attention = [
+            (e.layer, e.level)
+            for e in clock.timeline.events
+            if e.name == "attention" and e.level != 1  # which fills the gaps
+        ]
         assert attention == sorted(attention)

@@ -1,0 +1,135 @@
+"""From a rank's timeline to spans, to files, and to a trace that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import prefill_costs
+import pytest
+import timeline_export
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from csps.actors import timeline_export as engine_export
+from csps.actors.job_clock import JobClock
+from csps.actors.timeline import Event
+from csps.protocols.messages import PrefillJob
+from csps.services.telemetry import span_record
+
+SAMPLED = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+UNSAMPLED = SAMPLED.removesuffix("01") + "00"
+TRACE_ID = SAMPLED.split("-")[1]
+MS = 1_000_000
+EVENTS = (
+    Event("qkv", 1 * MS, 2 * MS, 0),
+    Event("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
+    Event("attention", 2 * MS, 5 * MS, 0, 1),
+    Event("wait", 5 * MS, 6 * MS, 0, 2, 1),
+)
+
+
+class CountingMesh:
+    """As much of a mesh as a job's span reads."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.bytes_sent = [7, 7]
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Spans of this test, with an SDK of its own."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+def _run_job(traceparent: str | None, *, rank: int = 0) -> JobClock:
+    """A job that does what EVENTS say, if anybody listens."""
+    carrier = {} if traceparent is None else {"traceparent": traceparent}
+    job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
+    clock, mesh = JobClock(), CountingMesh(rank)
+    with engine_export.traced_job(job, clock, mesh):  # type: ignore[arg-type]
+        for event in EVENTS:
+            clock.timeline.add(event)
+        mesh.bytes_sent[1 - rank] += 1000
+        mesh.bytes_sent[rank] += 10
+        clock.communication_s, clock.exchange_s = 0.001, 0.004
+    return clock
+
+
+def _records(exported: InMemorySpanExporter) -> list[timeline_export.Record]:
+    return [span_record(span) for span in exported.get_finished_spans()]
+
+
+def test_events_come_back_from_their_spans(exported: InMemorySpanExporter) -> None:
+    _run_job(SAMPLED, rank=0)
+    _run_job(SAMPLED, rank=1)
+    timelines = timeline_export.timelines(_records(exported))
+    assert timelines == {0: list(EVENTS), 1: list(EVENTS)}
+
+
+def test_phases_lie_below_their_job_in_the_requests_trace(exported: InMemorySpanExporter) -> None:
+    _run_job(SAMPLED)
+    job, *phases = sorted(_records(exported), key=timeline_export.is_phase)
+    assert job["name"] == "prefill.compute"
+    assert {span["trace_id"] for span in (job, *phases)} == {TRACE_ID}
+    assert {span["parent_id"] for span in phases} == {job["span_id"]}
+    assert [span["name"] for span in phases] == [f"prefill.{event.name}" for event in EVENTS]
+
+
+@pytest.mark.parametrize("traceparent", [None, UNSAMPLED])
+def test_nothing_is_noted_of_a_job_that_is_not_sampled(
+    traceparent: str | None, exported: InMemorySpanExporter
+) -> None:
+    clock = _run_job(traceparent)
+    assert not clock.timeline.on
+    assert clock.timeline.events == []
+    assert exported.get_finished_spans() == ()
+
+
+def test_costs_are_summed_over_the_ranks(exported: InMemorySpanExporter) -> None:
+    _run_job(SAMPLED, rank=0)
+    _run_job(SAMPLED, rank=1)
+    cost = prefill_costs.job_costs(_records(exported), ["0-0-0", "0-1-0"])[TRACE_ID]
+    assert cost.attention_s == pytest.approx(0.003)
+    assert cost.hidden == pytest.approx(0.75)
+    assert (cost.between_bytes, cost.inside_bytes) == (2000, 20)
+
+
+def test_the_file_is_a_chrome_trace_of_both_ranks(
+    exported: InMemorySpanExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run_job(SAMPLED, rank=0)
+    _run_job(SAMPLED, rank=1)
+    spans, out = tmp_path / "spans.jsonl", tmp_path / "timeline.json"
+    spans.write_text("".join(json.dumps(record) + "\n" for record in _records(exported)))
+    monkeypatch.setattr(sys, "argv", ["timeline_export", str(spans), "--out", str(out)])
+    assert timeline_export.main() == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["pid"] < 2]
+    assert len(slices) == 2 * len(EVENTS)
+    # Microseconds, as the format wants them; an exchange and what hides it are on two rows.
+    by_name = {event["name"]: event for event in slices if event["pid"] == 1}
+    assert (by_name["first all-to-all"]["ts"], by_name["first all-to-all"]["dur"]) == (2000, 4000)
+    assert by_name["first all-to-all"]["tid"] != by_name["attention"]["tid"]
+    assert by_name["attention"]["tid"] == by_name["wait"]["tid"]
+    named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0", "rank 1"} <= named
+
+
+def test_a_trace_without_phases_is_no_timeline() -> None:
+    record = {"trace_id": "a", "attributes": {}, "start_ns": 0}
+    with pytest.raises(ValueError, match="no phases"):
+        timeline_export.of_one_trace([record])
+    with pytest.raises(ValueError, match="no spans of trace b"):
+        timeline_export.of_one_trace([record], "b")
+    assert timeline_export.of_one_trace([record], "a") == [record]

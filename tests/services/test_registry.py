@@ -1,0 +1,55 @@
+"""The registry's polls: answered by news, ended by time, never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from csps.services import registry as module
+from csps.services.directory import RankAddress
+from csps.services.membership import Member
+from csps.services.registry import Registry
+
+
+def member(rank: int) -> Member:
+    address = RankAddress(rank=rank, host="127.0.0.1", port=1000 + rank)
+    return Member(role="decode", gang_id="a", world_size=2, address=address)
+
+
+async def test_a_newcomer_gets_the_view_at_once() -> None:
+    _, view = await Registry().wait_change(-1)
+    assert view.prefill is view.decode is None
+
+
+async def test_a_poll_is_answered_when_a_gang_is_complete() -> None:
+    registry = Registry()
+    version, _ = await registry.wait_change(-1)
+    poll = asyncio.ensure_future(registry.wait_change(version))
+    await registry.join(member(0))
+    await registry.join(member(1))
+    newer, view = await poll
+    assert newer != version
+    assert view.decode is not None
+
+
+async def test_a_poll_without_news_ends_with_the_same_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.01)
+    registry = Registry()
+    version, _ = await registry.wait_change(-1)
+    assert (await registry.wait_change(version))[0] == version
+
+
+async def test_another_registry_has_other_versions() -> None:
+    first, second = Registry(), Registry()
+    assert (await first.wait_change(-1))[0] != (await second.wait_change(-1))[0]
+
+
+async def test_a_rank_learns_where_its_gang_meets() -> None:
+    registry = Registry()
+    waiting = asyncio.ensure_future(registry.store_address("a"))
+    await registry.publish_store("b", "127.0.0.1", 1)
+    await registry.publish_store("a", "127.0.0.1", 2)
+    assert await waiting == ("127.0.0.1", 2)

@@ -1,0 +1,63 @@
+"""Bytes are counted where they went, the link has its rate, and delay is what was asked for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from testbed import iproute
+from testbed.check import measure, round_trip_s
+from testbed.link import Link
+from testbed.network import Testbed, two_servers
+
+pytestmark = pytest.mark.testbed
+
+MEGABYTES, ROUNDS = 2.0, 2
+PAYLOAD = MEGABYTES * 1e6 * (ROUNDS + 1)
+"""With the round that connects."""
+HEADERS = 0.1
+"""More than TCP/IP headers, acknowledgements, the rendezvous and control take."""
+
+
+def test_an_exchange_across_is_counted_between_the_servers(bed: Testbed) -> None:
+    here, there = bed.servers
+    result = measure(bed, here, there, MEGABYTES, ROUNDS)
+    assert PAYLOAD < result.between_bytes < PAYLOAD * (1 + HEADERS)
+    assert result.inside_bytes < PAYLOAD * HEADERS
+
+
+def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
+    server = bed.servers[1]
+    result = measure(bed, server, server, MEGABYTES, ROUNDS)
+    assert PAYLOAD < result.inside_bytes < PAYLOAD * (1 + HEADERS)
+    assert result.between_bytes < PAYLOAD * HEADERS
+
+
+def test_the_link_is_as_slow_as_asked_for(bed: Testbed) -> None:
+    """Never faster, whatever else the machine does; how slow it may get depends on that."""
+    here, there = bed.servers
+    bed.set_rate(40e6)
+    try:
+        assert measure(bed, here, there, MEGABYTES, ROUNDS).gb_per_s < 1.15 * 40e6 / 8 / 1e9
+        bed.set_rate(None)
+        assert measure(bed, here, there, MEGABYTES, ROUNDS).gb_per_s > 2 * 40e6 / 8 / 1e9
+    finally:
+        bed.set_rate(800e6)
+
+
+def test_a_delay_is_paid_both_ways() -> None:
+    delay_s = 0.02
+    with two_servers(Link(delay_s=delay_s)) as bed:
+        assert round_trip_s(*bed.servers) > 2 * delay_s
+
+
+def test_a_thread_enters_a_server_and_comes_back(bed: Testbed) -> None:
+    outside = _namespace()
+    with iproute.entered(bed.servers[0].namespace):
+        assert _namespace() != outside
+        assert os.getpid() in iproute.pids(bed.servers[0].namespace)
+    assert _namespace() == outside
+
+
+def _namespace() -> str:
+    return os.readlink("/proc/thread-self/ns/net")
