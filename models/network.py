@@ -59,8 +59,8 @@ class Layer:
         k_thd = x_td.new_empty(tokens, kv_heads, head_dim)
         v_thd = x_td.new_empty(tokens, kv_heads, head_dim)
         for block in _blocks(x_td):
-            fused_thd = self._project(x_td[block]).unflatten(-1, (-1, head_dim))
-            query_thd, key_thd, value_thd = fused_thd.split((heads, kv_heads, kv_heads), dim=1)
+            fused_thd = self._project(x_td[block]).view(-1, heads + 2 * kv_heads, head_dim)
+            query_thd, key_thd, value_thd = torch.split(fused_thd, (heads, kv_heads, kv_heads), 1)
             rotate(self._head_norm(query_thd, self.weights.query_norm), rotary[block], q_thd[block])
             rotate(self._head_norm(key_thd, self.weights.key_norm), rotary[block], k_thd[block])
             v_thd[block] = value_thd
@@ -155,7 +155,7 @@ class Layer:
     def _qkv_weights(self) -> tuple[Tensor, ...]:
         queries = len(self.share.query_heads) * self.spec.head_dim
         keys = len(self.share.kv_heads) * self.spec.head_dim
-        return self.weights.qkv.split((queries, keys, keys))
+        return torch.split(self.weights.qkv, (queries, keys, keys))
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Rows of the fused weight, or entries of its bias."""
@@ -242,7 +242,8 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     if x.dtype != torch.float32 or x.device.type != "cpu":
         return F.rms_norm(x, weight_d.shape, weight_d, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x * length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()).mul_(weight_d)
+    scale: Tensor = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight_d)
 
 
 def _blocks(x_td: Tensor) -> Iterator[slice]:

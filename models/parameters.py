@@ -6,7 +6,7 @@ network computes with the result. None of the three has a list of its own.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,10 +48,11 @@ class LayerParameters(Generic[T]):
 
     def map(self, convert: Callable[[T], U]) -> "LayerParameters[U]":
         """The same list with each entry converted."""
-        entries = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LayerParameters(
-            **{name: None if entry is None else convert(entry) for name, entry in entries.items()}
-        )
+        entries: dict[str, T | None] = {f.name: getattr(self, f.name) for f in fields(self)}
+        converted: dict[str, Any] = {
+            name: None if entry is None else convert(entry) for name, entry in entries.items()
+        }
+        return LayerParameters(**converted)
 
 
 @dataclass(frozen=True, kw_only=True)
