@@ -60,7 +60,7 @@ class Layer:
         v_thd = x_td.new_empty(tokens, kv_heads, head_dim)
         for block in _blocks(x_td):
             fused_thd = self._project(x_td[block]).view(-1, heads + 2 * kv_heads, head_dim)
-            query_thd, key_thd, value_thd = torch.split(fused_thd, (heads, kv_heads, kv_heads), 1)
+            query_thd, key_thd, value_thd = torch.split(fused_thd, [heads, kv_heads, kv_heads], 1)
             rotate(self._head_norm(query_thd, self.weights.query_norm), rotary[block], q_thd[block])
             rotate(self._head_norm(key_thd, self.weights.key_norm), rotary[block], k_thd[block])
             v_thd[block] = value_thd
@@ -155,7 +155,7 @@ class Layer:
     def _qkv_weights(self) -> tuple[Tensor, ...]:
         queries = len(self.share.query_heads) * self.spec.head_dim
         keys = len(self.share.kv_heads) * self.spec.head_dim
-        return torch.split(self.weights.qkv, (queries, keys, keys))
+        return torch.split(self.weights.qkv, [queries, keys, keys])
 
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Rows of the fused weight, or entries of its bias."""
