@@ -93,12 +93,12 @@ class Bridge:
     def send(self, decode_rank: int, header: KvHeader, k_thd: Tensor, v_thd: Tensor) -> Pending:
         """Start sending; tensors are kept until the returned operation is waited for."""
         peer = self.prefill.world_size + decode_rank
-        operations = [
-            self._mesh.send(header.pack(), peer, Tag.KV_HEADER),
-            self._mesh.send(k_thd.contiguous(), peer, Tag.KV_KEYS),
-            self._mesh.send(v_thd.contiguous(), peer, Tag.KV_VALUES),
-        ]
-        return Pending.all(operations)
+        # Copied first: what runs out of memory must not leave a header without its body.
+        message = (header.pack(), k_thd.contiguous(), v_thd.contiguous())
+        tags = (Tag.KV_HEADER, Tag.KV_KEYS, Tag.KV_VALUES)
+        return Pending.all(
+            [self._mesh.send(part, peer, tag) for part, tag in zip(message, tags, strict=True)]
+        )
 
     def next_header(self, prefill_rank: int) -> KvHeader:
         """Wait for the next announcement of one prefill rank."""

@@ -164,6 +164,7 @@ class DecodeLoop:
             while True:
                 orders = self._next_orders(finished)
                 if any(order.change is Change.SHUTDOWN for order in orders):
+                    self._channel.flush()
                     return
                 if orders:
                     self._apply(orders)

@@ -120,7 +120,11 @@ class _Group(Protocol):
 
 
 class Pending:
-    """Operations under way; keeps their tensors alive until `wait`."""
+    """Operations under way; keeps their tensors alive until `wait`.
+
+    Must be waited for: gloo never sends a message whose handle is dropped while it waits for the
+    receiver.
+    """
 
     def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
         self._works = list(works)

@@ -43,8 +43,7 @@ class OrderChannel:
 
     def broadcast(self, orders: list[Order]) -> None:
         """Leader: send, without waiting for anyone to arrive."""
-        for sent in self._pending:
-            sent.wait()
+        self.flush()
         words = _packed(orders)
         messages = [words[: 1 + _INLINE * _WORDS]]
         if len(orders) > _INLINE:
@@ -54,6 +53,12 @@ class OrderChannel:
             for rank in range(1, self._mesh.world_size)
             for message in messages
         ]
+
+    def flush(self) -> None:
+        """Leader: wait until everyone has the orders."""
+        for sent in self._pending:
+            sent.wait()
+        self._pending.clear()
 
     def receive(self) -> list[Order]:
         """The others: wait for the next iteration's orders."""

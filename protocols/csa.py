@@ -155,6 +155,7 @@ class CsaPlan:
         layers: int,
         drop_ratio: float = 0.0,
         micro_partitions: int = 1,
+        importance_layer: Literal["previous", "same"] = "previous",
         pipelined: bool = True,
     ) -> CsaPlan:
         """One ratio, halved from level to level, and one M for all layers of a model."""
@@ -165,7 +166,11 @@ class CsaPlan:
             micro_partitions=(micro_partitions,) * levels,
         )
         return cls(
-            locations=tuple(locations), levels=levels, layer_groups=(group,), pipelined=pipelined
+            locations=tuple(locations),
+            levels=levels,
+            layer_groups=(group,),
+            importance_layer=importance_layer,
+            pipelined=pipelined,
         )
 
     @property

@@ -2,8 +2,11 @@
 
     q, k, v of own rows, all heads
       --first all-to-all, level by level--> kept rows of the segment, own heads of the segment
-    attention of own rows (level 1), then level by level, progressively as rows arrive
+    attention level by level, progressively as rows arrive
       --second all-to-all, as micro-partitions are finished--> own rows, merged by LSE
+
+Level 1 is own rows only and needs nobody: its micro-partitions are computed wherever a member
+would otherwise wait, for the first all-to-all or for the last outputs.
 
 With one level (N_v = 1) this is exact SP-NTP with pipelining.
 """

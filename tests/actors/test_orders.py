@@ -27,6 +27,7 @@ def test_every_rank_hears_every_order_in_order(ranks: int) -> None:
             return [channel.receive() for _ in batches]
         for orders in batches:
             channel.broadcast(orders)
+        channel.flush()
         return batches
 
     for heard in on_ranks(ranks, body):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.testbed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ASK = """
 import json, httpx
-url, prompt = "{url}/v1/completions", "The cat saw the dog. " * 400
+url, prompt = "{url}/v1/completions", "The cat saw the dog. " * 700
 body = dict(model="needle", prompt=prompt, max_tokens=3, temperature=0)
 answer = httpx.post(url, json=body, timeout=120)
 print(json.dumps([answer.status_code, answer.json()["usage"]["completion_tokens"]]))
