@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Literal
 
 from csps.protocols.csa import CsaPlan
+from csps.protocols.errors import ConfigError
 
 SCHEMA_VERSION = 1
 
@@ -179,7 +180,18 @@ class PrefillJob:
             )
         if any(piece.history for piece in self.pieces):
             raise ValueError("sparse attention takes whole prompts, not chunks with history")
+        if self.strategy.startswith("sp_tp"):
+            self._check_sp_tp(self.csa)
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])
+
+    def _check_sp_tp(self, plan: CsaPlan) -> None:
+        if plan.nested:
+            raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
+        if plan.importance_layer == "same":
+            raise ConfigError(
+                "importance_layer 'same' is for SP-NTP; in SP-TP the last queries arrive when most "
+                "keys have been attended to, so only the previous layer can judge"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -47,6 +48,7 @@ ANSWER_S = 60.0
 
 Prompt = npt.NDArray[np.int32]
 M = TypeVar("M")
+T = TypeVar("T")
 GREEDY = Sampling(temperature=0, max_tokens=6)
 
 _MESSAGES: dict[str, type[Any]] = {
@@ -332,6 +334,14 @@ class Request:
             prompt_tokens=self.prompt.astype("<i4").tobytes(),
             **fields,
         )
+
+
+async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
+    """Run functions that wait for each other, each in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        running = [loop.run_in_executor(threads, body) for body in bodies]
+        return await asyncio.wait_for(asyncio.gather(*running), START_S)
 
 
 def job_of(

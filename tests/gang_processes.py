@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, for what only a process can do: die."""
+"""Ranks in processes of their own, for what only a process can do: die, and compute in parallel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from gang_cell import SECRET
+from gang_cell import SECRET, Cell, GangPlan, in_threads
 
 from csps.actors.mesh import StoreAddress
 
@@ -69,3 +72,34 @@ class RankProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+@asynccontextmanager
+async def process_gang(plan: GangPlan) -> AsyncIterator[list[tuple[str, int]]]:
+    """A gang of processes from start to end; yields the ranks' addresses."""
+    members = [RankProcess(plan.rank_fields(0))]
+    try:
+        [store] = await in_threads([members[0].store])
+        for rank in range(1, plan.instances * plan.tp):
+            members.append(RankProcess(plan.rank_fields(rank), store))
+        yield await in_threads([member.start for member in members])
+    finally:
+        for member in members:
+            member.close()
+
+
+@asynccontextmanager
+async def process_cell(
+    model_dir: Path, *, prefill: int, decode: int, kv_slots: int = 65_536
+) -> AsyncIterator[Cell]:
+    """Two gangs of so many instances in processes, attached and bridged."""
+    plans = [
+        GangPlan(model_dir=str(model_dir), role="prefill", instances=prefill, kv_slots=kv_slots),
+        GangPlan(model_dir=str(model_dir), role="decode", instances=decode, kv_slots=kv_slots),
+    ]
+    async with process_gang(plans[0]) as one, process_gang(plans[1]) as other:
+        cell = Cell()
+        cell.prefill, cell.decode = await cell.attach(one), await cell.attach(other)
+        await cell.connect()
+        yield cell
+        await cell.hang_up()

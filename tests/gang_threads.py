@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
-from gang_cell import ANSWER_S, SECRET, START_S, Cell, GangPlan
+from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads
 from gang_processes import RankProcess
 
 from csps.actors.mesh import host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.protocols.errors import FaultError
 
-T = TypeVar("T")
 POLL_S = 0.01
-
-
-async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
-    """Run functions that wait for each other, each in a thread of its own."""
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(len(bodies)) as threads:
-        running = [loop.run_in_executor(threads, body) for body in bodies]
-        return await asyncio.wait_for(asyncio.gather(*running), START_S)
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -44,7 +44,6 @@ from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.models.spec import kv_head_range
 from csps.protocols.csa import CsaPlan
-from csps.protocols.errors import ConfigError
 from csps.protocols.messages import Span
 
 
@@ -59,8 +58,6 @@ class SpTp:
     def __init__(
         self, group: SpGroup, engine: Engine, plan: CsaPlan | None, *, hierarchical: bool = True
     ) -> None:
-        if plan is not None and plan.nested:
-            raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
         self._group = group
         self._engine = engine
         self._plan = plan

@@ -5,10 +5,9 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import pytest
-from gang_cell import GREEDY, GangPlan, Request, even_shares, job_of, prompt_of
-from gang_processes import RankProcess
-from gang_threads import ThreadCell, eventually, in_threads, is_broken, thread_cell, thread_gang
+from gang_cell import GREEDY, Cell, GangPlan, Request, even_shares, in_threads, job_of, prompt_of
+from gang_processes import RankProcess, process_cell
+from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
 from csps.protocols.messages import PrefillJob, RequestFailed, Sampling
@@ -30,7 +29,7 @@ def job(it: Request) -> PrefillJob:
     return job_of([it.piece()], [0, 1])
 
 
-async def check_serves(cell: ThreadCell, model: Path, rid: int) -> None:
+async def check_serves(cell: Cell, model: Path, rid: int) -> None:
     it = request(rid)
     answers = await cell.generate(it, group=[0, 1])
     assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
@@ -117,7 +116,7 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
     try:
         [store] = await in_threads([members[0].store])
         members.append(RankProcess(plan.rank_fields(1), store))
-        cell = ThreadCell()
+        cell = Cell()
         cell.prefill = await cell.attach(await in_threads([it.start for it in members]))
         it = request(1)
         cell.submit(job(it), it.prompt, ranks=[0])
@@ -128,17 +127,7 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
             member.close()
 
 
-@pytest.mark.slow
 async def test_gangs_of_processes_answer_as_gangs_of_threads_do(tiny_llama: Path) -> None:
-    processes = [1, 2, 3]
-    async with thread_cell(
-        tiny_llama,
-        prefill=2,
-        prefill_tp=2,
-        decode=2,
-        decode_tp=2,
-        prefill_processes=processes,
-        decode_processes=processes,
-    ) as cell:
+    async with process_cell(tiny_llama, prefill=2, decode=2) as cell:
         await check_serves(cell, tiny_llama, rid=1)
         assert await cell.used_slots() == {0}

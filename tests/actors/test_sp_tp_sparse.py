@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strate
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
-from csps.actors.engine import Engine
-from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.errors import ConfigError
@@ -117,11 +116,13 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
     gang.check(job, results, gang.forwards(job))
 
 
-def test_nested_levels_are_refused(gang: StrategyRanks) -> None:
-    plan = replace(plan_of(3, 0.5, 16), nested=True)
-
-    def make(group: SpGroup, engine: Engine) -> SpTp:
-        return SpTp(group, engine, plan)
-
-    with pytest.raises(ConfigError, match="nested"):
-        gang.run(job_of(BOUNDS, [LONG, SHORT]), make)
+@pytest.mark.parametrize(
+    ("change", "what"), [({"nested": True}, "nested"), ({"importance_layer": "same"}, "same")]
+)
+def test_what_only_sp_ntp_can_do_is_refused_before_the_job_starts(
+    change: dict[str, Any], what: str
+) -> None:
+    job = job_of(BOUNDS, [LONG, SHORT])
+    plan = replace(plan_of(3, 0.5, 16), **change)
+    with pytest.raises(ConfigError, match=what):
+        replace(job, strategy="sp_tp", csa=plan)
