@@ -740,7 +740,7 @@ def plot_log(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8, 4))
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for stage in dict.fromkeys(row["stage"] for row in rows):
         part = [row for row in rows if row["stage"] == stage]
         steps = [row["step"] for row in part]
@@ -750,7 +750,7 @@ def plot_log(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

@@ -452,27 +452,37 @@ def plot(summaries: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1, len(summaries), figsize=(1.5 + 4.5 * len(summaries), 4), squeeze=False
+        1,
+        len(summaries),
+        figsize=(2 + 4 * len(summaries), 4),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axis, (kind, result) in zip(axes[0], summaries.items(), strict=True):
-        grid = result["accuracy_by_length_and_depth"]
-        columns = [[float("nan") if v is None else v for v in row] for row in grid.values()]
-        rows = list(zip(*columns, strict=True))
-        image = axis.imshow(rows, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = _draw_panel(axis, result["accuracy_by_length_and_depth"])
         axis.set_title(kind)
-        axis.set_xticks(range(len(grid)), [f"{int(n) // 1024}K" for n in grid])
-        step = 100 // len(rows)
-        axis.set_yticks(
-            range(len(rows)), [f"{step * i}-{step * (i + 1)} %" for i in range(len(rows))]
-        )
-        axis.set_xlabel("prompt tokens")
-        axis.set_ylabel("depth of the needle")
-        for x, column in enumerate(columns):
-            for y, value in enumerate(column):
-                axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
+    axes[0][0].set_ylabel("depth of the needle")
     figure.colorbar(image, ax=axes, label="accuracy")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, grid: dict[str, list[float | None]]) -> Any:
+    """Draws accuracy by length and depth; an empty cell had no question."""
+    rows = list(zip(*grid.values(), strict=True))
+    cells = [[float("nan") if value is None else value for value in row] for row in rows]
+    image = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axis.set_xticks(range(len(grid)), [f"{int(length) / 1024:g}K" for length in grid])
+    step = 100 / len(rows)
+    labels = [f"{step * i:.0f}-{step * (i + 1):.0f} %" for i in range(len(rows))]
+    axis.set_yticks(range(len(rows)), labels)
+    axis.set_xlabel("prompt tokens")
+    for y, row in enumerate(rows):
+        for x, value in enumerate(row):
+            if value is not None:
+                axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", fontsize=7)
+    return image
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
