@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -26,11 +27,19 @@ from csps.actors.orders import Change, Order, OrderChannel
 from csps.actors.sampling import Draw, TokenSampler, draw_batch
 from csps.actors.strategies.group import shares_of
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
-from csps.protocols.errors import Cancelled, CspsError, FaultError, ProtocolError
+from csps.protocols.errors import (
+    Cancelled,
+    CspsError,
+    DeadlineExceeded,
+    FaultError,
+    ProtocolError,
+)
 from csps.protocols.messages import JoinBatch, RequestFailed, Reserve, SlotsFreed, Span
 
 _log = logging.getLogger(__name__)
 
+ITERATION_S = 120.0
+"""For one iteration, which takes a second at most: longer means that ranks wait for each other."""
 REMEMBERED_LEAVES = 4096
 """A reservation that arrives after its cancellation is refused; this many are remembered."""
 
@@ -77,6 +86,7 @@ class DecodeLoop:
         self._batch: list[_Decoding] = []
         self._routes = QueryRoutes(rows=(), held_here=())
         self.iterations = 0
+        self._busy_since: float | None = None
 
     # --- called from other threads ---------------------------------------------------------
 
@@ -92,19 +102,18 @@ class DecodeLoop:
             InvalidRequest: the sampling parameters do not fit the model.
         """
         spans = shares_of(request.shares, self._engine.instance)
-        reservation = Reservation(
-            request=request,
-            spans=spans,
-            heads=self._engine.kv_heads,
-            layers=self._engine.spec.layers,
-            owner=owner,
-        )
         if request.master == self._engine.instance:
             self._sampler(request)  # so that bad parameters are refused now
         with self._changed:
             self._refuse_unwanted(request.rid, owner)
             self._engine.pool.allocate(request.rid, [*spans, *self._answer(request)])
-            self._reservations[request.rid] = reservation
+            self._reservations[request.rid] = Reservation(
+                request=request,
+                spans=spans,
+                heads=self._engine.kv_heads,
+                layers=self._engine.spec.layers,
+                owner=owner,
+            )
 
     def _refuse_unwanted(self, rid: int, owner: str) -> None:
         if rid in self._left or name_digest(owner) in self._ended:
@@ -145,6 +154,12 @@ class DecodeLoop:
         """Requests in the batch."""
         return len(self._batch)
 
+    def check_progress(self) -> None:
+        """Raise DeadlineExceeded if an iteration does not end."""
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > ITERATION_S:
+            raise DeadlineExceeded("an iteration of decoding", ITERATION_S)
+
     def close(self) -> None:
         """End the gang's loops, if this rank leads it."""
         self._order(Order(Change.SHUTDOWN))
@@ -169,15 +184,19 @@ class DecodeLoop:
                 if orders:
                     self._apply(orders)
                 finished = self._iterate() if self._batch else []
+                self._busy_since = None
 
     def _next_orders(self, finished: list[int]) -> list[Order]:
         if not self._is_leader:
-            return self._channel.receive()
+            orders = self._channel.receive()
+            self._busy_since = time.monotonic()
+            return orders
         leaves = [Order(Change.LEAVE, rid) for rid in finished]
         with self._changed:
             self._changed.wait_for(lambda: leaves or self._orders or self._batch)
             orders = leaves + list(self._orders)
             self._orders.clear()
+        self._busy_since = time.monotonic()
         self._channel.broadcast(orders)
         return orders
 

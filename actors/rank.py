@@ -170,9 +170,11 @@ class Rank:
         )
 
     def check_health(self) -> None:
-        """Raise FaultError if a loop of this rank has died."""
+        """Raise FaultError if a loop of this rank has died, or waits for what will not come."""
         if self._failure is not None:
             raise FaultError(f"rank {self.config.rank} is broken: {self._failure!r}")
+        if self._decode is not None:
+            self._decode.check_progress()
 
     def close(self) -> None:
         """Stop serving; the router has drained before, whatever is left is dropped."""

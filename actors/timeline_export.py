@@ -17,7 +17,7 @@ from opentelemetry import trace
 
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh
-from csps.actors.timeline import Event, Timeline
+from csps.actors.timeline import Event
 from csps.protocols.messages import PrefillJob
 from csps.protocols.trace_context import span
 
@@ -38,7 +38,8 @@ def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[None]:
         if not trace.get_current_span().is_recording():
             yield
             return
-        clock.timeline = Timeline(on=True)
+        # Not a new one: the job's strategy has taken hold of this one when it was made.
+        clock.timeline.on = True
         try:
             yield
         finally:

@@ -29,6 +29,10 @@ from csps.protocols.errors import InvalidRequest, abridged, nearest
 
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 2**24
+"""Of anything that counts tokens of a prompt."""
+MAX_MICRO_PARTITIONS = 64
+"""Each is a message from every rank to every other one, in every layer."""
 
 # --- checks that a type cannot express ------------------------------------------------------
 
@@ -225,7 +229,37 @@ class StreamOptions(_Object):
     """Ignored."""
 
 
-class CspsOptions(_Object):
+class _CsaOptions(_Object):
+    """Sparse attention by hand, for experiments; None leaves it to the configurator."""
+
+    levels: Annotated[int, _between(1, 4)] | None = None
+    """N_v."""
+    drop_ratio: float | None = None
+    """p of level 2, in [0, 1)."""
+    micro_partitions: Annotated[int, _between(1, MAX_MICRO_PARTITIONS)] | None = None
+    """M of each level."""
+    strategy: Literal["ntp", "tp", "tp_flat"] | None = None
+    """SP-NTP, or SP-TP with hierarchical or flat collectives."""
+
+    # As in `protocols.csa.CsaPlan`
+    nested: bool | None = None
+    drop_queries: bool | None = None
+    importance_window: Annotated[int, _between(0, MAX_TOKENS)] | None = None
+    importance_layer: Literal["previous", "same"] | None = None
+    sinks: Annotated[int, _between(0, MAX_TOKENS)] | None = None
+    tail: Annotated[int, _between(0, MAX_TOKENS)] | None = None
+    pipelined: bool | None = None
+
+    @model_validator(mode="after")
+    def _in_range(self) -> Self:
+        if self.drop_ratio is not None and not 0 <= self.drop_ratio < 1:
+            _fail(
+                f"must be at least 0 and less than 1, got {_shown(self.drop_ratio)}", "drop_ratio"
+            )
+        return self
+
+
+class CspsOptions(_CsaOptions):
     """What this server can trade, request by request."""
 
     objective: Literal["ttft", "accuracy"] | None = None
@@ -234,20 +268,12 @@ class CspsOptions(_Object):
     """Share of accuracy that may be lost."""
     max_ttft_ms: Annotated[float, _above(0)] | None = None
     attention: Literal["auto", "exact", "csa"] = "auto"
-    levels: Annotated[int, _between(1, 4)] | None = None
-    """N_v, with `attention: csa`."""
-    drop_ratio: float | None = None
-    """p in [0, 1), with `attention: csa`."""
     explain: bool = False
     """The answer reports plan and timings."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.drop_ratio is not None and not 0 <= self.drop_ratio < 1:
-            _fail(
-                f"must be at least 0 and less than 1, got {_shown(self.drop_ratio)}", "drop_ratio"
-            )
-        for name in ("levels", "drop_ratio"):
+        for name in _CsaOptions.model_fields:
             if self.attention != "csa" and getattr(self, name) is not None:
                 _fail("needs 'attention': 'csa'", name)
         return self

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from csps.protocols.csa_template import CsaTemplate, CsaVariant
+
 Attention = Literal["auto", "exact", "csa"]
+Architecture = Literal["ntp", "tp", "tp_flat"]
+"""SP-NTP; SP-TP with hierarchical collectives, or with flat ones for comparison (CSPS §3.2.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +23,32 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CsaOptions:
+    """What a client fixes of its sparse attention; None leaves it to the configurator."""
+
+    levels: int | None = None
+    """N_v."""
+    drop_ratio: float | None = None
+    """p of level 2, in [0, 1)."""
+    micro_partitions: int | None = None
+    """M of each level."""
+    strategy: Architecture | None = None
+    variant: CsaVariant = field(default_factory=CsaVariant)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """`plan`: everything the configurator needs to know about one request."""
 
     prompt_tokens: int
     objective: Objective = Objective()
     attention: Attention = "auto"
-    levels: int | None = None
-    drop_ratio: float | None = None
+    csa: CsaOptions = CsaOptions()
+    """Looked at with attention "csa" only."""
     locations: tuple[str, ...] = ()
-    """Rack-Server-GPU ids of the prefill instances' first ranks."""
+    """Rack-Server-GPU ids of the prefill instances' first ranks; none while there is no gang."""
+    tp: int = 1
+    """Ranks of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +57,9 @@ class Plan:
 
     attention: Literal["exact", "csa"] = "exact"
     strategy: str = "ulysses"
+    """By the engine's names (`actors/strategies/choice.py`)."""
+    csa: CsaTemplate | None = None
+    """With attention "csa"."""
     predicted_ttft_ms: float | None = None
     predicted_accuracy_loss: float | None = None
     reason: str = ""

@@ -8,7 +8,8 @@ from typing import Any
 from opentelemetry import trace
 from ray.serve.handle import DeploymentHandle
 
-from csps.configurator.exact import ExactConfigurator
+from csps.configurator.rules import RuleConfigurator
+from csps.configurator.strategy_choice import AttentionShape
 from csps.protocols.plans import Plan, PlanRequest
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.rpc_server import Peer, RpcServer
@@ -35,7 +36,7 @@ class Configurator:
 
     async def __init__(self, settings: Settings, secret: ClusterSecret) -> None:  # type: ignore[misc]
         self._flush_spans = telemetry.install("csps-configurator", settings.telemetry)
-        self._planner = ExactConfigurator()
+        self._planner = RuleConfigurator(attention_shape(settings))
         self._rpc = RpcServer({"plan": self._plan}, secret=secret.value)
         self._address = await self._rpc.start(listen_host(settings))
 
@@ -46,12 +47,29 @@ class Configurator:
     def _plan(self, payload: Any, peer: Peer) -> dict[str, Any]:
         with _TRACER.start_as_current_span("configure") as span:
             plan = self._planner.plan(unpack(PlanRequest, payload))
-            span.set_attribute("csps.plan.attention", plan.attention)
+            span.set_attributes(
+                {"csps.plan.attention": plan.attention, "csps.plan.strategy": plan.strategy}
+            )
         return pack(plan)
 
     async def __del__(self) -> None:
         await self._rpc.close(CLOSE_GRACE_S)
         self._flush_spans()
+
+
+def attention_shape(settings: Settings) -> AttentionShape:
+    """The sizes of the served model's attention.
+
+    Raises:
+        CheckpointError: its directory does not say.
+    """
+    # The shell is imported to build the application as well, where torch is not needed.
+    from csps.models.spec import read_spec
+
+    spec = read_spec(settings.model_dir)
+    return AttentionShape(
+        hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim
+    )
 
 
 class ConfiguratorClient:
@@ -67,6 +85,7 @@ class ConfiguratorClient:
         """The plan for one request.
 
         Raises:
+            InvalidRequest: it asks for what it cannot have.
             CspsError: why there is none.
         """
         client = await self._connected()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from csps.configurator.csa_limits import check_csa
 from csps.protocols.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -37,7 +38,7 @@ from csps.services.cluster import Bridge, Cluster
 from csps.services.directory import GangRole
 from csps.services.execution import Execution, ExecutionDeadlines
 from csps.services.observer import NoObserver, Observer
-from csps.services.planning import Planner, plan_or_exact
+from csps.services.planning import Planner, plan_or_exact, plan_request
 from csps.services.request_spans import record_spans
 from csps.services.running import Generation, Running
 from csps.services.scheduling.capacity import Capacity
@@ -176,11 +177,16 @@ class Dispatcher:
         ------
         ContextLengthExceeded
             It could never run here.
+        InvalidRequest
+            It asks for sparse attention that it could never have here.
         QueueFull
             Too many are waiting, or the server is shutting down.
         """
+        request = plan_request(generation, self._cluster.gang("prefill"))
         try:
             self._check(generation)
+            # Here as well as in the configurator, whose silence costs a request only its advice.
+            check_csa(request)
         except RequestError as error:
             self._observer.refused(error)
             raise
@@ -190,7 +196,7 @@ class Dispatcher:
         self._idle.clear()
         self._admission.enter(number, _tokens(generation))
         self._observer.submitted(running)
-        self._planning[number] = asyncio.create_task(self._plan(running))
+        self._planning[number] = asyncio.create_task(self._plan(running, request))
         if generation.deadline_s is not None:
             self._later(running, generation.deadline_s, self._expire)
         return running
@@ -209,20 +215,14 @@ class Dispatcher:
 
     # --- planned and queued ---
 
-    async def _plan(self, running: Running) -> None:
-        generation = running.generation
-        prefill = self._cluster.gang("prefill")
-        request = PlanRequest(
-            prompt_tokens=generation.prompt.size,
-            objective=generation.objective,
-            attention=generation.attention,
-            levels=generation.levels,
-            drop_ratio=generation.drop_ratio,
-            locations=prefill.locations if prefill is not None else (),
-        )
+    async def _plan(self, running: Running, request: PlanRequest) -> None:
         try:
             deadline_s = self._deadlines.plan_s
             running.plan = await plan_or_exact(self._planner, request, deadline_s=deadline_s)
+        except RequestError as error:
+            del self._planning[running.number]  # this task, which must not be cancelled
+            self._fail(running, error)
+            return
         finally:
             self._planning.pop(running.number, None)
         running.marks.planned = time.monotonic()
@@ -240,6 +240,7 @@ class Dispatcher:
                 prompt_tokens=generation.prompt.size,
                 output_tokens=generation.sampling.max_tokens,
                 strategy=plan.strategy,
+                csa=plan.csa,
             )
         )
         self.room_made()

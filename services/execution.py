@@ -26,7 +26,7 @@ from csps.services.attached_gang import AttachedGang
 from csps.services.attempts import Attempt, Job, new_attempt
 from csps.services.cluster import Bridge
 from csps.services.directory import GangRole
-from csps.services.job_messages import prefill_messages, reserve_message
+from csps.services.job_messages import csa_plan, prefill_messages, reserve_message
 from csps.services.running import Placement, Running
 from csps.services.scheduling.decode_load import DecodeLoad
 from csps.services.scheduling.policy import JobDecision
@@ -217,11 +217,13 @@ class Execution:
         """The sequencer. Nothing in here may await."""
         job_id = next(self._job_ids)
         self._jobs[job_id] = job
-        for rank, message in enumerate(prefill_messages(job, job_id)):
+        csa = csa_plan(job)
+        for rank, message in enumerate(prefill_messages(job, job_id, csa)):
             job.bridge.prefill.notify(rank, "prefill", message)
         job.launched()
         for attempt in job.attempts:
             attempt.launched = True
+            attempt.running.csa = csa
             self._listener.launched(attempt.running)
 
     # --- ending ---

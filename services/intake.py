@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from csps.configurator.exact import ExactConfigurator, refusal
 from csps.models.chat_template import ChatTemplate, read_chat_template
 from csps.models.spec import ModelSpec, read_spec
 from csps.models.tokenizer import Tokenizer
+from csps.protocols.csa_template import CsaVariant
 from csps.protocols.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -27,7 +27,7 @@ from csps.protocols.openai import (
     GenerationRequest,
     parse_request,
 )
-from csps.protocols.plans import Objective
+from csps.protocols.plans import CsaOptions, Objective
 from csps.services.running import Generation
 from csps.services.settings import Settings
 
@@ -97,10 +97,6 @@ class Intake:
         request_id: str,
         slo: Slo,
     ) -> Accepted:
-        if request.csps.attention not in ExactConfigurator.attentions:
-            # Here and not only in the configurator, whose silence costs a request nothing but
-            # its advice.
-            raise refusal(request.csps.attention)
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         max_tokens = self._max_tokens(request, len(prompt))
@@ -110,8 +106,7 @@ class Intake:
             sampling=self._sampling(request, max_tokens, alternatives),
             objective=objective(request.csps),
             attention=request.csps.attention,
-            levels=request.csps.levels,
-            drop_ratio=request.csps.drop_ratio,
+            csa=csa_options(request.csps),
             slo_ttft_ms=slo.ttft_ms,
             slo_tpot_ms=slo.tpot_ms,
         )
@@ -191,6 +186,18 @@ def objective(options: CspsOptions) -> Objective:
         kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
         max_accuracy_loss=options.max_accuracy_loss,
         max_ttft_ms=options.max_ttft_ms,
+    )
+
+
+def csa_options(options: CspsOptions) -> CsaOptions:
+    """What the client fixes of its sparse attention."""
+    variant = {field.name: getattr(options, field.name) for field in fields(CsaVariant)}
+    return CsaOptions(
+        levels=options.levels,
+        drop_ratio=options.drop_ratio,
+        micro_partitions=options.micro_partitions,
+        strategy=options.strategy,
+        variant=CsaVariant(**{name: it for name, it in variant.items() if it is not None}),
     )
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import PrefillJob, PrefillPiece, Reserve
 from csps.protocols.schema import pack
 from csps.services.attempts import Attempt, Job
+from csps.services.scheduling.shares import shares_of
 
 
 def reserve_message(attempt: Attempt) -> dict[str, Any]:
@@ -30,7 +32,19 @@ def reserve_message(attempt: Attempt) -> dict[str, Any]:
     )
 
 
-def prefill_messages(job: Job, job_id: int) -> list[dict[str, Any]]:
+def csa_plan(job: Job) -> CsaPlan | None:
+    """The job's sparse attention, now that it is known where the job runs and how it is cut."""
+    gang, decision = job.bridge.prefill, job.decision
+    if decision.csa is None:
+        return None
+    return decision.csa.for_group(
+        [gang.locations[instance] for instance in decision.group],
+        layers=gang.descriptions[0].layers,
+        longest_spt=max(shares_of(decision.bounds)),
+    )
+
+
+def prefill_messages(job: Job, job_id: int, csa: CsaPlan | None) -> list[dict[str, Any]]:
     """`prefill` for every rank of the gang, in rank order, each with its share of the tokens."""
     gang, decision = job.bridge.prefill, job.decision
     prompts = [attempt.running.generation.prompt for attempt in job.attempts]
@@ -41,6 +55,7 @@ def prefill_messages(job: Job, job_id: int) -> list[dict[str, Any]]:
         bounds=decision.bounds,
         pieces=tuple(_piece(attempt) for attempt in job.attempts),
         strategy=decision.strategy,
+        csa=csa,
         urgent=decision.urgent,
         trace=job.attempts[0].running.carrier,
     )

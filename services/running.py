@@ -16,8 +16,9 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from csps.protocols import trace_context
+from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
-from csps.protocols.plans import Attention, Objective, Plan
+from csps.protocols.plans import Attention, CsaOptions, Objective, Plan
 
 State = Literal[
     "admitted", "queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"
@@ -34,8 +35,7 @@ class Generation:
     sampling: Sampling
     objective: Objective = field(default_factory=Objective)
     attention: Attention = "auto"
-    levels: int | None = None
-    drop_ratio: float | None = None
+    csa: CsaOptions = field(default_factory=CsaOptions)
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     deadline_s: float | None = None
@@ -84,6 +84,11 @@ class Timings:
     """The slowest prefill rank's figures, as it reported them."""
     compute_s: float = 0.0
     communication_s: float = 0.0
+    """Waiting for exchanges inside the prefill group."""
+    exchange_s: float = 0.0
+    """Such exchanges were under way, hidden behind computing or not."""
+    hidden_communication: float | None = None
+    """Hidden communication / total communication, over all ranks; None without any."""
     rank_transfer_s: float = 0.0
     yielded_s: float = 0.0
     tokens: int = 0
@@ -94,8 +99,17 @@ class Timings:
         self.rank_queue_s = max(it.queue_s for it in figures)
         self.compute_s = max(it.compute_s for it in figures)
         self.communication_s = max(it.communication_s for it in figures)
+        self.exchange_s = max(it.exchange_s for it in figures)
+        self.hidden_communication = _hidden(figures)
         self.rank_transfer_s = max(it.transfer_s for it in figures)
         self.yielded_s = max(it.yielded_s for it in figures)
+
+
+def _hidden(figures: Sequence[PrefillDone]) -> float | None:
+    total_s = sum(it.exchange_s for it in figures)
+    if not total_s:
+        return None
+    return max(0.0, 1.0 - sum(it.communication_s for it in figures) / total_s)
 
 
 @dataclass(slots=True)
@@ -129,6 +143,8 @@ class Running:
         """Order of admission; a retry keeps it, and with it its place in the queue."""
         self.state: State = "admitted"
         self.plan: Plan | None = None
+        self.csa: CsaPlan | None = None
+        """What became of `plan.csa` on the group of the last attempt."""
         self.placement: Placement | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -240,7 +256,15 @@ class Running:
     def explain(self) -> dict[str, Any]:
         """What the extension field `csps.explain` answers: plan, placement, timings."""
         return {
-            "plan": asdict(self.plan) if self.plan else None,
+            "plan": self._plan_in_effect() if self.plan else None,
             "placement": asdict(self.placement) if self.placement else None,
             "timings": asdict(self.timings),
         }
+
+    def _plan_in_effect(self) -> dict[str, Any]:
+        """The plan; once a job was sent, with its sparse attention as the job has it."""
+        assert self.plan is not None
+        if self.csa is None or self.plan.csa is None:
+            return asdict(self.plan)
+        reason = "; ".join((self.plan.reason, *self.plan.csa.shortfalls(self.csa)))
+        return {**asdict(self.plan), "csa": asdict(self.csa), "reason": reason}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+from csps.protocols.csa_template import CsaTemplate
 from csps.protocols.messages import KvShare
 from csps.services.scheduling.shares import shares_of, without
 from csps.services.scheduling.state import ClusterState
@@ -52,6 +53,8 @@ class JobDecision:
     """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]) of the concatenation."""
     members: tuple[JobMember, ...]
     strategy: str = "ulysses"
+    csa: CsaTemplate | None = None
+    """How it attends sparsely, if it does, whatever the group."""
     urgent: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +67,11 @@ class JobDecision:
     def slots(self) -> dict[int, int]:
         """Tokens to compute, and so slots needed, by instance."""
         return dict(zip(self.group, shares_of(self.bounds), strict=True))
+
+    @property
+    def method(self) -> tuple[str, CsaTemplate | None]:
+        """How all members attend; `WaitingRequest.method`."""
+        return self.strategy, self.csa
 
     def without_member(self, number: int) -> Self:
         """The same job after a request left it; every other token stays on its instance."""

@@ -112,7 +112,7 @@ class _Round:
             return  # the long jobs were overtaken enough
         self._reserve(request, placement)
         self._occupy({instance: tokens}, urgent=True)
-        self._join_batch(instance, _member(request, placement), request.strategy)
+        self._join_batch(instance, request, placement)
 
     def _least_wait(self, roomy: list[PrefillInstance], tokens: int) -> int | None:
         """Where an urgent prompt waits least: behind other urgent ones, and for a layer to end.
@@ -133,18 +133,21 @@ class _Round:
         )
         return best.instance
 
-    def _join_batch(self, instance: int, member: JobMember, strategy: str) -> None:
+    def _join_batch(
+        self, instance: int, request: WaitingRequest, placement: DecodePlacement
+    ) -> None:
         """Add to the urgent job that this round starts on the instance, or begin another."""
+        member = _member(request, placement)
         for index in range(len(self.jobs) - 1, -1, -1):
             job = self.jobs[index]
-            if not job.urgent or job.group != (instance,) or job.strategy != strategy:
+            if not job.urgent or job.group != (instance,) or job.method != request.method:
                 continue
             total = job.bounds[-1] + member.prompt_tokens
             if total > self._rules.urgent_batch_tokens:
                 break
             self.jobs[index] = replace(job, bounds=(0, total), members=(*job.members, member))
             return
-        self.jobs.append(_job([member], {instance: member.prompt_tokens}, strategy, urgent=True))
+        self.jobs.append(_job(request, [member], {instance: member.prompt_tokens}, urgent=True))
 
     # --- longer prompts ---
 
@@ -162,7 +165,7 @@ class _Round:
         assert shares is not None, "fillers exceed the slack"
         by_instance = {it: share for it, share in zip(room, shares, strict=True) if share}
         self._occupy(by_instance, urgent=False)
-        self.jobs.append(_job(members, by_instance, request.strategy, urgent=False))
+        self.jobs.append(_job(request, members, by_instance, urgent=False))
 
     def _room(self, tokens: int) -> dict[int, int] | None:
         """The group for a prompt among instances whose line is not full yet."""
@@ -214,7 +217,7 @@ class _Round:
             request.number > first.number
             and request.number not in self._placed
             and self._rules.short_tokens < request.prompt_tokens <= slack
-            and request.strategy == first.strategy
+            and request.method == first.method
             and request.tokens <= self._passing
         )
 
@@ -273,12 +276,13 @@ def _member(request: WaitingRequest, placement: DecodePlacement) -> JobMember:
 
 
 def _job(
-    members: Sequence[JobMember], shares: dict[int, int], strategy: str, *, urgent: bool
+    first: WaitingRequest, members: Sequence[JobMember], shares: dict[int, int], *, urgent: bool
 ) -> JobDecision:
     return JobDecision(
         group=tuple(shares),
         bounds=bounds_of(list(shares.values())),
         members=tuple(members),
-        strategy=strategy,
+        strategy=first.strategy,
+        csa=first.csa,
         urgent=urgent,
     )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from csps.protocols.csa_template import CsaTemplate
+
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingRequest:
@@ -19,7 +21,8 @@ class WaitingRequest:
     output_tokens: int
     """The most it may generate: admission counts KV that does not exist yet."""
     strategy: str = "ulysses"
-    """Requests of different strategies cannot share a prefill job."""
+    csa: CsaTemplate | None = None
+    """How its prefill attends sparsely, if it does."""
     overtaken_tokens: int = 0
     """`tokens` of younger requests that found a place while this one waited."""
 
@@ -27,6 +30,11 @@ class WaitingRequest:
     def tokens(self) -> int:
         """All KV that the request will ever need on decode instances."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def method(self) -> tuple[str, CsaTemplate | None]:
+        """How its prefill attends: requests of different methods cannot share a job."""
+        return self.strategy, self.csa
 
 
 @dataclass(frozen=True, kw_only=True)

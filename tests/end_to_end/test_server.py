@@ -119,6 +119,21 @@ def test_a_16k_prompt_on_several_instances(client: openai.OpenAI, expected: Expe
     assert report["timings"]["ttft_s"] > 0
 
 
+def test_sparse_attention_that_drops_nothing_says_the_same(
+    client: openai.OpenAI, expected: Expected
+) -> None:
+    prompt = random_tokens(6_000, seed=4)
+    csps = {"attention": "csa", "levels": 2, "drop_ratio": 0, "strategy": "ntp", "explain": True}
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=4, temperature=0, extra_body={**EXACT, "csps": csps}
+    )
+    assert answer.choices[0].text == expected(prompt, 4)
+    report = answer.model_extra["csps"]  # type: ignore[index]
+    assert report["plan"]["attention"] == report["plan"]["strategy"] == "csa"
+    assert report["plan"]["csa"]["locations"] == ["0-0-0", "0-0-1"]
+    assert report["timings"]["exchange_s"] > 0
+
+
 def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Say something."}]}]
     request = {"model": MODEL, "messages": messages, "max_completion_tokens": 8, "seed": 3}
@@ -191,7 +206,8 @@ BAD_BODIES = {
     b'{"model": "tiny", "prompt": ""}': 400,
     b'{"model": "tiny", "prompt": "x", "max_tokens": -5}': 400,
     b'{"model": "other", "prompt": "x"}': 404,
-    b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa"}}': 400,
+    b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa", "levels": 3}}': 400,
+    b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa", "drop_ratio": 1}}': 400,
     b"{": 400,
 }
 

@@ -168,6 +168,12 @@ def test_newer_name_of_max_tokens_wins() -> None:
 def test_csps_options() -> None:
     options = {"attention": "csa", "levels": 3, "drop_ratio": 0.5, "explain": True}
     assert chat(csps=options).csps.model_dump(exclude_unset=True) == options
+    by_hand = {
+        "attention": "csa", "levels": 1, "drop_ratio": 0.0, "micro_partitions": 64,
+        "strategy": "tp_flat", "nested": True, "drop_queries": False, "importance_window": 0,
+        "importance_layer": "previous", "sinks": 0, "tail": 0, "pipelined": False,
+    }  # fmt: skip
+    assert chat(csps=by_hand).csps.model_dump(exclude_unset=True) == by_hand
     bound = {"objective": "ttft", "max_accuracy_loss": 0.1, "max_ttft_ms": 500}
     assert chat(csps=bound).csps.max_ttft_ms == 500
 
@@ -226,7 +232,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"csps": {"max_ttft_ms": 0}}, "csps.max_ttft_ms: must be greater than 0"),
     ({"csps": {"attention": "csa", "levels": 5}}, "csps.levels: must be between 1 and 4"),
     ({"csps": {"attention": "csa", "drop_ratio": 1}}, "csps.drop_ratio: must be at least 0 and le"),
+    ({"csps": {"attention": "csa", "drop_ratio": -0.1}}, "csps.drop_ratio: must be at least 0 and"),
     ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
+    ({"csps": {"attention": "exact", "nested": False}}, "csps.nested: needs 'attention': 'csa'"),
+    ({"csps": {"attention": "csa", "micro_partitions": 0}}, "csps.micro_partitions: must be betwe"),
+    (
+        {"csps": {"attention": "csa", "micro_partition": 4}},
+        "csps.micro_partition: unknown field; d",
+    ),
+    ({"csps": {"attention": "csa", "strategy": "sp"}}, "csps.strategy: must be 'ntp', 'tp' or 'tp"),
+    ({"csps": {"attention": "csa", "nested": 1}}, "csps.nested: must be a boolean, got 1"),
+    ({"csps": {"attention": "csa", "sinks": -1}}, "csps.sinks: must be between 0 and 16777216"),
+    ({"csps": {"attention": "csa", "tail": 10**30}}, "csps.tail: must be"),
 ]
 
 REFUSED_CHAT: list[tuple[dict[str, Any], str]] = [

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
-from csps.configurator.exact import ExactConfigurator
-from csps.protocols.plans import Plan, PlanRequest
+import pytest
+
+from csps.configurator.rules import RuleConfigurator
+from csps.configurator.strategy_choice import AttentionShape
+from csps.protocols.errors import InvalidRequest
+from csps.protocols.plans import CsaOptions, Plan, PlanRequest
 from csps.protocols.rpc_server import RpcServer
 from csps.protocols.schema import pack, unpack
 from csps.services.configurator import ConfiguratorClient
@@ -34,7 +39,7 @@ class FakeHandle:
 
 @asynccontextmanager
 async def configurator(handle: FakeHandle) -> AsyncIterator[None]:
-    planner = ExactConfigurator()
+    planner = RuleConfigurator(AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16))
 
     def plan(payload: Any, _: object) -> dict[str, Any]:
         return pack(planner.plan(unpack(PlanRequest, payload)))
@@ -58,4 +63,20 @@ async def test_it_asks_for_the_address_once_per_configurator() -> None:
                 assert isinstance(plan, Plan)
                 assert plan.attention == "exact"
         assert handle.asked == incarnation
+    await client.close()
+
+
+async def test_a_plan_and_a_refusal_arrive_as_they_were_made() -> None:
+    client = ConfiguratorClient(cast(Any, handle := FakeHandle()), SECRET)
+    locations = ("0-0-0", "0-0-1")
+    async with configurator(handle):
+        options = CsaOptions(levels=2, drop_ratio=0.5, strategy="ntp")
+        wanted = PlanRequest(prompt_tokens=9, attention="csa", csa=options, locations=locations)
+        plan = await client.plan(wanted)
+        assert plan.strategy == "csa"
+        assert plan.csa is not None
+        assert (plan.csa.levels, plan.csa.drop_ratio) == (2, 0.5)
+        with pytest.raises(InvalidRequest, match="must be 1 to 2") as refused:
+            await client.plan(replace(wanted, csa=CsaOptions(levels=3)))
+        assert refused.value.param == "csps.levels"
     await client.close()

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from tiny_checkpoints import reference_tokens
 
+from csps.configurator.rules import RuleConfigurator
+from csps.configurator.strategy_choice import AttentionShape
 from csps.protocols.errors import GangLost
 from csps.protocols.messages import Sampling
-from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.plans import CsaOptions, Plan, PlanRequest
 from csps.services.cluster import Cluster
 from csps.services.directory import (
     ClusterView,
@@ -64,10 +66,11 @@ class Cell:
             "gang_id": gang_id,
             "kv_slots": 4096,
         }
-        processes = [self._spawn({**fields, "rank": 0})]
+        processes = [self._spawn({**fields, "rank": 0, "location": "0-0-0"})]
         store = (await _line(processes[0]))["store"]
         for rank in range(1, ranks):
-            processes.append(self._spawn({**fields, "rank": rank, "store": store}))
+            place = {"rank": rank, "location": f"0-0-{rank}"}
+            processes.append(self._spawn({**fields, **place, "store": store}))
         found = [(await _line(process))["rpc"] for process in processes]
         addresses = [
             RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(found)
@@ -85,11 +88,19 @@ class Cell:
         self.started.append(process)
         return process
 
-    def submit(self, length: int, max_tokens: int = 6, seed: int = 0) -> Running:
+    def submit(
+        self, length: int, max_tokens: int = 6, seed: int = 0, csa: CsaOptions | None = None
+    ) -> Running:
         prompt = np.random.default_rng(seed).integers(0, 256, length).astype(np.int32)
         sampling = Sampling(temperature=0, max_tokens=max_tokens)
         return self.dispatcher.submit(
-            Generation(request_id=f"r{seed}", prompt=prompt, sampling=sampling)
+            Generation(
+                request_id=f"r{seed}",
+                prompt=prompt,
+                sampling=sampling,
+                attention="exact" if csa is None else "csa",
+                csa=csa or CsaOptions(),
+            )
         )
 
     async def settled(self) -> None:
@@ -108,8 +119,9 @@ async def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return fact
 
 
-async def exact(request: PlanRequest) -> Plan:
-    return Plan()
+async def by_rules(request: PlanRequest) -> Plan:
+    shape = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16)
+    return RuleConfigurator(shape).plan(request)
 
 
 @asynccontextmanager
@@ -118,7 +130,7 @@ async def real_cell(model: Path) -> AsyncIterator[tuple[Cell, Processes, Process
     directory = StaticDirectory()
     cluster = Cluster(directory, secret=SECRET.encode(), router_id="test")
     policy = SptPolicy(SptRules(spt_tokens=256, short_tokens=32), DecodeRules(spread_tokens=256))
-    dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=exact)
+    dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=by_rules)
     cell = Cell(model, directory, cluster, dispatcher)
     try:
         await dispatcher.start()
@@ -157,6 +169,28 @@ async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(tiny_lla
         for running, tokens in zip(requests, answers, strict=True):
             prompt = running.generation.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Path) -> None:
+    """On one instance and on two, by each strategy, beside exact requests."""
+    options = [
+        *(CsaOptions(strategy=strategy, drop_ratio=0.0) for strategy in ("ntp", "tp", "tp_flat")),
+        CsaOptions(levels=1, micro_partitions=1, strategy="ntp"),
+        None,
+    ]
+    async with real_cell(tiny_llama) as (cell, _, _):
+        requests = [
+            cell.submit(length, seed=length, csa=csa) for csa in options for length in (5, 20, 511)
+        ]
+        answers = await asyncio.gather(*map(answer, requests))
+        for running, tokens in zip(requests, answers, strict=True):
+            assert running.plan is not None
+            assert running.plan.attention == running.generation.attention
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        lossy = cell.submit(511, seed=511, csa=CsaOptions(drop_ratio=0.9, strategy="ntp"))
+        assert len(await answer(lossy)) == 6
         await cell.settled()
 
 

@@ -14,7 +14,9 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import serving
 
+from csps.protocols.csa_template import CsaVariant
 from csps.protocols.errors import GangLost, QueueFull
+from csps.protocols.plans import CsaOptions
 from csps.services import http_app
 from csps.services.credentials import ApiKeys
 from csps.services.http_app import Api
@@ -196,6 +198,25 @@ async def test_what_is_asked_for_reaches_the_engine(
     assert (generation.slo_ttft_ms, generation.slo_tpot_ms) == (250.0, 12.5)
 
 
+async def test_sparse_attention_by_hand_reaches_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    wanted = {
+        "attention": "csa", "levels": 3, "drop_ratio": 0.5, "micro_partitions": 4,
+        "strategy": "tp", "importance_window": 0, "drop_queries": False,
+    }  # fmt: skip
+    await client.post("/v1/completions", json=completion(csps=wanted))
+    generation = engine.generations[0]
+    assert generation.attention == "csa"
+    assert generation.csa == CsaOptions(
+        levels=3,
+        drop_ratio=0.5,
+        micro_partitions=4,
+        strategy="tp",
+        variant=CsaVariant(importance_window=0, drop_queries=False),
+    )
+
+
 async def test_models(client: httpx.AsyncClient, intake: Intake) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", intake.max_positions)
@@ -238,7 +259,8 @@ BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
     "NaN": (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', 400, None),
     "unknown field": (b'{"model": "tiny", "prompt": "x", "tmperature": 1}', 400, "tmperature"),
     "csa": (
-        b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa"}}', 400, "csps.attention",
+        b'{"model": "tiny", "prompt": "x", "csps": {"attention": "csa", "levels": 9}}',
+        400, "csps.levels",
     ),
     "two prompts": (b'{"model": "tiny", "prompt": ["x", "y"]}', 400, "prompt"),
 }  # fmt: skip

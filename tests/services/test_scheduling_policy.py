@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from csps.protocols.csa_template import CsaTemplate
 from csps.services.scheduling.decode_load import DecodeLoad
 from csps.services.scheduling.decode_placement import DecodeRules, place_decode
 from csps.services.scheduling.policy import JobDecision
@@ -76,7 +77,8 @@ STATES = st.builds(
             number=st.just(0),
             prompt_tokens=st.one_of(st.integers(1, 150), st.integers(1, 9000)),
             output_tokens=st.integers(1, 500),
-            strategy=st.sampled_from(["ulysses", "ulysses", "ring"]),
+            strategy=st.sampled_from(["ulysses", "ulysses", "csa"]),
+            csa=st.sampled_from([None, None, CsaTemplate(levels=1), CsaTemplate(levels=2)]),
             overtaken_tokens=st.integers(0, 3000),
         ),
         max_size=12,
@@ -119,7 +121,7 @@ def test_decisions_are_whole_and_fit(picture: ClusterState) -> None:
     long_jobs = Counter({it.instance: len(it.long_jobs) for it in picture.prefill})
     for job in jobs:
         prefill_used.update(job.slots)
-        assert {by_number[n].strategy for n in numbers(job)} == {job.strategy}
+        assert {by_number[n].method for n in numbers(job)} == {job.method}
         locations = [topology_order(picture.prefill[i].location) for i in job.group]
         assert locations == sorted(locations)
         lengths = [by_number[n].prompt_tokens for n in numbers(job)]

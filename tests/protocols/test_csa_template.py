@@ -1,0 +1,94 @@
+"""A plan before its group is chosen becomes a valid one for every group."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.csa import CsaPlan
+from csps.protocols.csa_template import CsaTemplate, CsaVariant
+from csps.protocols.errors import ConfigError
+from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.topology import Location, Topology
+
+SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+
+TEMPLATES = st.builds(
+    CsaTemplate,
+    levels=st.integers(1, 4),
+    drop_ratio=st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)),
+    micro_partitions=st.integers(1, 64),
+)
+LOCATIONS = st.sets(
+    st.builds(Location, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
+    min_size=1,
+    max_size=6,
+).map(lambda places: tuple(map(str, sorted(places))))
+
+
+def test_a_group_with_all_that_is_asked_for_has_it() -> None:
+    variant = CsaVariant(importance_window=0, importance_layer="previous", sinks=1, tail=2)
+    template = CsaTemplate(levels=3, drop_ratio=0.5, micro_partitions=4, variant=variant)
+    plan = template.for_group(SERVERS, layers=8, longest_spt=100)
+    uniform = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
+    assert (plan.levels, plan.layer_groups) == (uniform.levels, uniform.layer_groups)
+    assert (plan.importance_window, plan.sinks, plan.tail) == (0, 1, 2)
+    assert not list(template.shortfalls(plan))
+
+
+@given(TEMPLATES, LOCATIONS, st.data())
+def test_every_group_gets_a_plan_that_a_job_accepts(
+    template: CsaTemplate, locations: tuple[str, ...], data: st.DataObject
+) -> None:
+    lengths = [data.draw(st.integers(1, 100)) for _ in locations]
+    plan = template.for_group(locations, layers=3, longest_spt=max(lengths))
+    PrefillJob(
+        job_id=1,
+        group=tuple(range(len(locations))),
+        bounds=(0, *accumulate(lengths)),
+        pieces=(PrefillPiece(rid=1, start=0, length=sum(lengths)),),
+        strategy="csa",
+        csa=plan,
+    )
+    assert plan.levels == min(template.levels, len(Topology.of(locations).granularities))
+    if plan.levels > 1:
+        assert plan.layer_group(1).drop_ratio(2, 0) == pytest.approx(template.drop_ratio)
+    less = plan.levels < template.levels or max(lengths) < template.micro_partitions
+    assert bool(list(template.shortfalls(plan))) == (less or len(locations) == 1)
+
+
+@pytest.mark.parametrize(
+    ("locations", "longest", "said"),
+    [
+        (("0-0-0",), 100, ["the job has one instance, which attends exactly"]),
+        (SERVERS[:2], 100, ["2 of 3 levels"]),
+        (SERVERS, 3, ["3 of 4 micro-partitions"]),
+        (SERVERS[1:3], 2, ["2 of 3 levels", "2 of 4 micro-partitions"]),
+    ],
+)
+def test_what_a_group_lacks_is_said(
+    locations: tuple[str, ...], longest: int, said: list[str]
+) -> None:
+    template = CsaTemplate(levels=3, drop_ratio=0.5, micro_partitions=4)
+    plan = template.for_group(locations, layers=4, longest_spt=longest)
+    shortfalls = list(template.shortfalls(plan))
+    assert [text[: len(start)] for text, start in zip(shortfalls, said, strict=True)] == said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"levels": 0},
+        {"levels": 2, "drop_ratio": 1.0},
+        {"levels": 2, "micro_partitions": 0},
+        {"levels": 2, "variant": CsaVariant(sinks=-1)},
+        {"levels": 2, "variant": CsaVariant(importance_layer="same", importance_window=0)},
+    ],
+)
+def test_what_no_group_could_run_is_refused_at_once(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CsaTemplate(**fields)

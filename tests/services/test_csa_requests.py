@@ -1,0 +1,137 @@
+"""Requests for sparse attention, from submission to what ranks and clients are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_gangs import FakeCell, FakeGang, fake_cell, generation, until
+
+from csps.configurator.rules import RuleConfigurator
+from csps.configurator.strategy_choice import AttentionShape
+from csps.protocols.csa_template import CsaVariant
+from csps.protocols.errors import InvalidRequest
+from csps.protocols.messages import PrefillDone
+from csps.protocols.plans import CsaOptions, Plan, PlanRequest
+from csps.services.running import Running, Timings
+
+CONFIGURATOR = RuleConfigurator(AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16))
+
+
+async def planner(request: PlanRequest) -> Plan:
+    return CONFIGURATOR.plan(request)
+
+
+def cell_of(instances: int = 2, **options: Any) -> Any:
+    gang = FakeGang("prefill", "p1", instances=instances)
+    return fake_cell(**{"prefill": gang, "planner": planner, **options})
+
+
+def submit(cell: FakeCell, tokens: int, **options: Any) -> Running:
+    return cell.submit(tokens=tokens, attention="csa", csa=CsaOptions(**options))
+
+
+async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> None:
+    async with cell_of(instances=3) as cell:
+        variant = CsaVariant(importance_window=9, pipelined=False)
+        running = submit(
+            cell, 1500, levels=2, drop_ratio=0.5, micro_partitions=3, strategy="ntp",
+            variant=variant,
+        )  # fmt: skip
+        job = await cell.prefilling(running)
+        assert [rank.jobs[0].csa for rank in cell.prefill.ranks] == [job.csa] * 3
+        assert job.strategy == "csa"
+        assert job.csa is not None
+        assert job.csa.locations == tuple(f"0-0-{instance}" for instance in job.group)
+        assert len(job.csa.locations) == 2
+        assert (job.csa.importance_window, job.csa.pipelined) == (9, False)
+        layers = job.csa.layer_groups[0]
+        assert (layers.first, layers.stop) == (0, 2)
+        assert layers.drop_ratios == ((0.5,),)
+        assert layers.micro_partitions == (3, 3)
+        plan = running.explain()["plan"]
+        assert plan["csa"]["locations"] == job.csa.locations
+        assert (plan["attention"], plan["predicted_accuracy_loss"]) == ("csa", None)
+
+
+async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
+    async with cell_of() as cell:
+        running = submit(cell, 50, levels=2, drop_ratio=0.5)
+        job = await cell.prefilling(running)
+        assert job.urgent
+        assert job.csa is not None
+        assert job.csa.levels == 1
+        plan = running.explain()["plan"]
+        assert plan["csa"]["levels"] == 1
+        assert plan["reason"].endswith("one instance, which attends exactly")
+
+
+async def test_only_requests_of_equal_plans_share_a_job() -> None:
+    async with cell_of(instances=1) as cell:
+        cell.decode.may_reserve.clear()
+        sparse = [submit(cell, 50, drop_ratio=ratio) for ratio in (0.5, 0.25, 0.5)]
+        exact = [cell.submit(tokens=50) for _ in range(2)]
+        cell.decode.may_reserve.set()
+        jobs = [await cell.prefilling(running) for running in (*sparse, *exact)]
+        assert jobs[0] == jobs[2]
+        assert jobs[3] == jobs[4]
+        assert len({job.job_id for job in jobs}) == 3
+        assert jobs[3].csa is None
+
+
+async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:
+    async with cell_of(instances=1) as cell:
+        running = submit(cell, 1500, levels=1, drop_ratio=0.5)
+        await cell.prefilling(running)
+        rid = cell.rid_of(running)
+        cell.prefill.fail(rid, "TransferError")
+        await until(lambda: len(cell.prefill.leader.jobs) == 2)
+        first, second = cell.prefill.leader.jobs
+        assert first.csa == second.csa
+
+
+async def never(request: PlanRequest) -> Plan:
+    raise AssertionError("the configurator was asked")
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [({"levels": 3}, "csps.levels"), ({"micro_partitions": 51}, "csps.micro_partitions")],
+)
+async def test_what_the_cluster_cannot_do_is_refused_at_submission(
+    options: dict[str, Any], param: str
+) -> None:
+    async with cell_of(planner=never) as cell:
+        with pytest.raises(InvalidRequest) as refused:
+            submit(cell, 50, **options)
+        assert refused.value.param == param
+        assert not cell.dispatcher.waiting
+
+
+async def refuses(request: PlanRequest) -> Plan:
+    raise InvalidRequest("csps.attention: not today", param="csps.attention")
+
+
+async def test_a_refusal_of_the_configurator_is_the_answer() -> None:
+    async with fake_cell(planner=refuses) as cell:
+        running = cell.dispatcher.submit(generation())
+        with pytest.raises(InvalidRequest, match="not today"):
+            await anext(running)
+        assert running.state == "failed"
+        await cell.settled()
+
+
+def test_hidden_communication_is_of_all_ranks_together() -> None:
+    timings = Timings()
+    timings.add_figures([_done(waited_s=1.0, exchange_s=2.0), _done(waited_s=0.0, exchange_s=2.0)])
+    assert (timings.communication_s, timings.exchange_s) == (1.0, 2.0)
+    assert timings.hidden_communication == 0.75
+    timings.add_figures([_done(waited_s=0.0, exchange_s=0.0)])
+    assert timings.hidden_communication is None
+
+
+def _done(*, waited_s: float, exchange_s: float) -> PrefillDone:
+    return PrefillDone(
+        job_id=1, rank=0, cancelled=False, queue_s=0.0, compute_s=0.0, transfer_s=0.0,
+        yielded_s=0.0, communication_s=waited_s, exchange_s=exchange_s,
+    )  # fmt: skip
