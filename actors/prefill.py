@@ -35,9 +35,9 @@ from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.strategy import Strategy
+from csps.actors.timeline_export import traced_job
 from csps.protocols.errors import CspsError, DeadlineExceeded, TransferError
 from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
-from csps.protocols.trace_context import span
 
 _log = logging.getLogger(__name__)
 
@@ -143,9 +143,8 @@ class PrefillLoop:
             return
         clock.started = time.monotonic()
         run = self._prepare(job, clock)
-        attributes = {"csps.job": job.job_id, "csps.rank": self._engine.rank}
         try:
-            with span("prefill.compute", job.trace, attributes), run.entered as strategy:
+            with traced_job(job, clock, self._engine.mesh), run.entered as strategy:
                 self._compute(run, strategy)
         except _JobCancelled:
             run.cancelled = True

@@ -177,7 +177,9 @@ class Rank:
             self._decode.check_progress()
 
     def close(self) -> None:
-        """Stop serving; the router has drained before, whatever is left is dropped."""
+        """Stop serving; the router has drained before, whatever is left is dropped. Idempotent."""
+        if self._closing:
+            return
         self._closing = True
         if self._decode is not None:
             self._decode.close()

@@ -49,6 +49,9 @@ class Event:
     """1 is the nearest."""
     micro: int | None = None
     """Micro-partition, from 0."""
+    cpu_ns: int = 0
+    """Of it on a core, the computing thread alone; 0 for transfers, which have none. With more
+    ranks than cores the rest was waiting for one."""
 
 
 class Timeline:
@@ -78,11 +81,12 @@ class Timeline:
     def _timed(
         self, name: Phase, layer: int | None, level: int | None, micro: int | None
     ) -> Iterator[None]:
-        start_ns = time.time_ns()
+        start_ns, start_cpu_ns = time.time_ns(), time.thread_time_ns()
         try:
             yield
         finally:
-            self.events.append(Event(name, start_ns, time.time_ns(), layer, level, micro))
+            end_ns, cpu_ns = time.time_ns(), time.thread_time_ns() - start_cpu_ns
+            self.events.append(Event(name, start_ns, end_ns, layer, level, micro, cpu_ns))
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

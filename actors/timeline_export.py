@@ -23,6 +23,7 @@ from csps.protocols.trace_context import span
 
 RANK, PHASE = "csps.rank", "csps.phase"
 LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
+CPU_NS = "csps.cpu_ns"
 BYTES_SENT = "csps.bytes_sent"
 """To each rank of the gang, in rank order."""
 COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
@@ -53,7 +54,7 @@ def emit_spans(events: Iterable[Event], *, rank: int) -> None:
     tracer = trace.get_tracer("csps")
     for event in events:
         places = {LAYER: event.layer, LEVEL: event.level, MICRO: event.micro}
-        attributes: dict[str, str | int] = {RANK: rank, PHASE: event.name}
+        attributes: dict[str, str | int] = {RANK: rank, PHASE: event.name, CPU_NS: event.cpu_ns}
         attributes |= {name: place for name, place in places.items() if place is not None}
         phase = tracer.start_span(
             f"prefill.{event.name}", start_time=event.start_ns, attributes=attributes

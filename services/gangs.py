@@ -22,7 +22,7 @@ from csps.services import telemetry
 from csps.services.credentials import ClusterSecret
 from csps.services.directory import GangRole, RankAddress
 from csps.services.membership import Member
-from csps.services.node import listen_host
+from csps.services.node import listen_host, server_id
 from csps.services.registry import Registry, wait_for_store
 from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
@@ -116,9 +116,12 @@ def gang_section(role: GangRole, settings: Settings) -> PrefillSettings | Decode
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
-    """The rank's Rack-Server-GPU id; without a topology all ranks share one server."""
+    """The rank's Rack-Server-GPU id: from the settings, or from its node's label.
+
+    A rank's number stands for its GPU's, which only has to differ within the server.
+    """
     named: tuple[str, ...] = getattr(settings.topology, role)
-    return named[rank] if named else f"0-0-{rank}"
+    return named[rank] if named else f"{server_id()}-{rank}"
 
 
 def resolve_device(device: str) -> str:

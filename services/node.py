@@ -8,10 +8,19 @@ import ray
 
 from csps.services.settings import Settings
 
+SERVER_LABEL = "csps.io/server"
+"""Label of a Ray node (`ray start --labels`): the Rack-Server id of its machine."""
+
 
 def listen_host(settings: Settings) -> str:
     """The interface to listen on: the one that the operator named, or the node's own."""
     return _node_address() if settings.host == "auto" else settings.host
+
+
+def server_id() -> str:
+    """The Rack-Server id that the operator gave this node; without one all share a server."""
+    labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
+    return str(labels.get(SERVER_LABEL, "0-0"))
 
 
 def _node_address() -> str:

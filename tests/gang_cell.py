@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -148,7 +149,7 @@ class Cell:
                 port,
                 secret=SECRET,
                 name=router,
-                on_notification=self._notified,
+                on_notification=lambda method, payload: self.notified(method, payload),
                 deadline_s=START_S,
             )
             for host, port in addresses
@@ -185,7 +186,8 @@ class Cell:
 
     # --- what ranks say --------------------------------------------------------------------
 
-    def _notified(self, method: str, payload: Any) -> None:
+    def notified(self, method: str, payload: Any) -> None:
+        """A rank has told something; may be replaced on one cell."""
         message = schema.unpack(_MESSAGES[method], payload)
         self.heard[type(message)].append(message)
         self.order.append(message)
@@ -206,6 +208,11 @@ class Cell:
             for message in self.heard[kind]
             if all(getattr(message, name) == value for name, value in fields.items())
         ]
+
+    async def told(self, count: int, kind: type[Any], **fields: Any) -> None:
+        """Wait for so many messages of a kind whose fields have these values."""
+        await self.until(lambda: len(self.about(kind, **fields)) >= count)
+        assert len(self.about(kind, **fields)) == count
 
     def draws(self, rid: int) -> list[TokenDrawn]:
         """A request's tokens so far, which must have come in order and without a gap."""
@@ -248,14 +255,12 @@ class Cell:
         """Wait until every rank of the jobs' groups is done with them."""
         for job_id in job_ids:
             ranks = len(self.jobs[job_id].group) * self.prefill.tp
-            await self.until(lambda i=job_id, n=ranks: len(self.about(PrefillDone, job_id=i)) == n)
+            await self.told(ranks, PrefillDone, job_id=job_id)
 
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV has landed, unless its first token was the last."""
         holders = {share.instance for share in request.shares}
-        await self.until(
-            lambda: len(self.about(KvLanded, rid=request.rid)) == len(holders) * self.decode.tp
-        )
+        await self.told(len(holders) * self.decode.tp, KvLanded, rid=request.rid)
         await self.until(lambda: self.tokens(request.rid))
         if self.finished(request.rid):
             self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))
@@ -272,7 +277,7 @@ class Cell:
         """Join requests whose prefill is under way and wait for their last tokens."""
         await asyncio.gather(*map(self.join, requests))
         for request in requests:
-            await self.until(lambda rid=request.rid: self.finished(rid))
+            await self.until(partial(self.finished, request.rid))
         return [self.tokens(request.rid) for request in requests]
 
     async def generate(
@@ -287,11 +292,13 @@ class Cell:
 
     async def freed(self, *rids: int) -> None:
         """Wait until every decode rank has given back what it held of the requests."""
-        everyone = len(self.decode.ranks)
         for rid in rids:
-            await self.until(
-                lambda rid=rid: len({it.rank for it in self.about(SlotsFreed, rid=rid)}) == everyone
-            )
+            await self.until(partial(self._freed_everywhere, rid))
+
+    def _freed_everywhere(self, rid: int) -> bool:
+        return {it.rank for it in self.about(SlotsFreed, rid=rid)} == {
+            it.rank for it in self.decode.ranks
+        }
 
     async def used_slots(self) -> set[int]:
         """Numbers of slots in use on the ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gang_cell import SECRET, Cell, GangPlan, in_threads
+from gang_cell import SECRET, Cell, Gang, GangPlan, in_threads
 
 from csps.actors.mesh import StoreAddress
 
@@ -74,32 +75,50 @@ class RankProcess:
             pipe.close()
 
 
-@asynccontextmanager
-async def process_gang(plan: GangPlan) -> AsyncIterator[list[tuple[str, int]]]:
-    """A gang of processes from start to end; yields the ranks' addresses."""
-    members = [RankProcess(plan.rank_fields(0))]
-    try:
-        [store] = await in_threads([members[0].store])
-        for rank in range(1, plan.instances * plan.tp):
-            members.append(RankProcess(plan.rank_fields(rank), store))
-        yield await in_threads([member.start for member in members])
-    finally:
-        for member in members:
+class ProcessGang:
+    """One gang, every rank of it a process."""
+
+    def __init__(self, plan: GangPlan) -> None:
+        self._plan = plan
+        self._members = [RankProcess(plan.rank_fields(0))]
+
+    async def start(self) -> list[tuple[str, int]]:
+        """Start the other ranks; returns the addresses of all."""
+        [store] = await in_threads([self._members[0].store])
+        for rank in range(1, self._plan.instances * self._plan.tp):
+            self._members.append(RankProcess(self._plan.rank_fields(rank), store))
+        return await in_threads([member.start for member in self._members])
+
+    def close(self) -> None:
+        """End all ranks."""
+        for member in self._members:
             member.close()
+
+
+@asynccontextmanager
+async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list[Gang]]]:
+    """Gangs that start together, and the cell that is attached to them."""
+    gangs = [ProcessGang(plan) for plan in plans]
+    try:
+        addresses = await asyncio.gather(*(gang.start() for gang in gangs))
+        cell = Cell()
+        yield cell, [await cell.attach(ranks) for ranks in addresses]
+    finally:
+        for gang in gangs:
+            gang.close()
 
 
 @asynccontextmanager
 async def process_cell(
     model_dir: Path, *, prefill: int, decode: int, kv_slots: int = 65_536
 ) -> AsyncIterator[Cell]:
-    """Two gangs of so many instances in processes, attached and bridged."""
+    """Two gangs of so many instances, attached and bridged."""
     plans = [
         GangPlan(model_dir=str(model_dir), role="prefill", instances=prefill, kv_slots=kv_slots),
         GangPlan(model_dir=str(model_dir), role="decode", instances=decode, kv_slots=kv_slots),
     ]
-    async with process_gang(plans[0]) as one, process_gang(plans[1]) as other:
-        cell = Cell()
-        cell.prefill, cell.decode = await cell.attach(one), await cell.attach(other)
+    async with attached_processes(*plans) as (cell, gangs):
+        cell.prefill, cell.decode = gangs
         await cell.connect()
         yield cell
         await cell.hang_up()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads
@@ -121,9 +122,9 @@ async def thread_cell(
     decode_processes: Sequence[int] = (),
 ) -> AsyncIterator[ThreadCell]:
     """Two gangs of so many instances, attached and bridged; some ranks may be processes."""
-    common = {"model_dir": str(model_dir), "kv_slots": kv_slots}
-    prefill_plan = GangPlan(role="prefill", instances=prefill, tp=prefill_tp, **common)
-    decode_plan = GangPlan(role="decode", instances=decode, tp=decode_tp, **common)
+    plan = partial(GangPlan, model_dir=str(model_dir), kv_slots=kv_slots)
+    prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
+    decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
     cell = ThreadCell()
     async with (
         thread_gang(prefill_plan, prefill_processes) as one,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from csps.actors.mesh import Mesh
 

@@ -40,9 +40,13 @@ class Ulysses:
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """The residual stream of own rows (t, hidden) after the layer's attention."""
-        q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        timeline = self._group.clock.timeline
+        with timeline.phase("qkv", layer=index):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
         keep(index, k_thd, v_thd)
-        return layer.attention_output(x_td, self.attend(index, q_thd, k_thd, v_thd))
+        out_thd = self.attend(index, q_thd, k_thd, v_thd)
+        with timeline.phase("linear", layer=index):
+            return layer.attention_output(x_td, out_thd)
 
     def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         """Attention output (t, h, d) of this member's rows, in q's dtype.
@@ -54,10 +58,13 @@ class Ulysses:
             return self._whole_sequences(layer, q_thd, k_thd, v_thd).to(q_thd.dtype)
         rows, first = self._first_exchange(q_thd, k_thd, v_thd)
         history, second = self._history_exchange(layer)
-        with self._group.clock.communicating():
+        timeline = self._group.clock.timeline
+        with self._group.clock.communicating(), timeline.phase("first all-to-all", layer=layer):
             Pending.all((first, second)).wait()
-        out_thd = self._batch_attention(rows, history).to(q_thd.dtype)
-        return self._second_exchange(out_thd, q_thd)
+        with timeline.phase("attention", layer=layer):
+            out_thd = self._batch_attention(rows, history).to(q_thd.dtype)
+        with timeline.phase("second all-to-all", layer=layer):
+            return self._second_exchange(out_thd, q_thd)
 
     def _first_exchange(
         self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor

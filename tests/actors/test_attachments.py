@@ -77,7 +77,7 @@ async def leave_work_of_every_kind(cell: ThreadCell) -> None:
     )
     for it in (landed, decoding):
         cell.submit(job(it), it.prompt)
-        await cell.until(lambda rid=it.rid: len(cell.about(KvLanded, rid=rid)) == 2)
+        await cell.told(2, KvLanded, rid=it.rid)
     await cell.join(decoding)
     await cell.until(lambda: len(cell.tokens(decoding.rid)) > 2)
     first = cell.submit(job(under_way), under_way.prompt, ranks=[0])

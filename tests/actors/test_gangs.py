@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,11 @@ def distribution(cell: ThreadCell, rid: int) -> torch.Tensor:
     return table
 
 
+def has_begun(cell: ThreadCell, rid: int) -> bool:
+    """Whether the request decodes."""
+    return len(cell.tokens(rid)) >= 3
+
+
 @pytest.mark.parametrize(
     ("group", "bounds"),
     [
@@ -172,7 +178,7 @@ async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> 
             await cell.reserve(request)
             cell.submit(job_of([request.piece()], [0]), prompt)
             await cell.join(request)
-            await cell.until(lambda rid=rid: len(cell.tokens(rid)) >= 3)
+            await cell.until(partial(has_begun, cell, rid))
         await cell.until(lambda: all(cell.finished(rid) for rid in range(4)))
         for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), length)

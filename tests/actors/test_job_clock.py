@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from csps.actors import job_clock
 from csps.actors.job_clock import JobClock
 
 
@@ -12,7 +13,7 @@ from csps.actors.job_clock import JobClock
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in one cell that a test sets."""
     now = [100.0]
-    monkeypatch.setattr(job_clock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 

@@ -15,9 +15,17 @@ from csps.protocols.messages import PrefillJob, PrefillPiece
 JOIN_S = 10.0
 
 
-def job(job_id: int, group: tuple[int, ...] = (0, 1), *, rid: int = 0, urgent: bool = False):
+def job(
+    job_id: int, group: tuple[int, ...] = (0, 1), *, rid: int = 0, urgent: bool = False
+) -> PrefillJob:
     piece = PrefillPiece(rid=rid or job_id, start=0, length=1)
     return PrefillJob(job_id=job_id, group=group, bounds=(0, 1, 1), pieces=(piece,), urgent=urgent)
+
+
+def next_id(queue: JobQueue) -> int:
+    it = queue.next()
+    assert it is not None
+    return it.job_id
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def answers_of(body: Callable[[], object]) -> tuple[threading.Thread, list[objec
 def test_jobs_leave_in_the_order_they_came(queue: JobQueue) -> None:
     for job_id in (3, 4, 7):
         queue.put(job(job_id))
-    assert [queue.next().job_id for _ in range(3)] == [3, 4, 7]
+    assert [next_id(queue) for _ in range(3)] == [3, 4, 7]
 
 
 def test_next_waits_for_a_job(queue: JobQueue) -> None:
@@ -68,13 +76,15 @@ def test_an_urgent_job_is_taken_once_and_never_again(queue: JobQueue) -> None:
     queue.put(job(1))
     queue.put(job(2))
     queue.put(job(3, urgent=True))
-    assert queue.next().job_id == 1
-    assert queue.take(3).job_id == 3
+    assert next_id(queue) == 1
+    taken = queue.take(3)
+    assert taken is not None
+    assert taken.job_id == 3
     assert queue.take(3) is None  # the leader of another group named it as well
-    assert queue.next().job_id == 2
+    assert next_id(queue) == 2
     assert queue.take(3) is None
     queue.put(job(4))
-    assert queue.next().job_id == 4
+    assert next_id(queue) == 4
     assert len(queue) == 0
 
 
@@ -85,7 +95,7 @@ def test_taking_waits_until_the_job_arrives_here_too(queue: JobQueue) -> None:
     queue.put(it)
     thread.join(JOIN_S)
     assert answers == [it]
-    assert queue.next().job_id == 1
+    assert next_id(queue) == 1
 
 
 def test_a_job_that_never_arrives_is_an_error(

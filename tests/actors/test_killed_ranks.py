@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from gang_cell import GREEDY, Cell, GangPlan, Request, even_shares, in_threads, job_of, prompt_of
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
@@ -127,6 +128,7 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
             member.close()
 
 
+@pytest.mark.slow
 async def test_gangs_of_processes_answer_as_gangs_of_threads_do(tiny_llama: Path) -> None:
     async with process_cell(tiny_llama, prefill=2, decode=2) as cell:
         await check_serves(cell, tiny_llama, rid=1)

@@ -31,14 +31,16 @@ def jobs(draw: st.DrawFn) -> PrefillJob:
     pieces = []
     for rid in range(draw(st.integers(1, 3))):
         start, length = draw(st.integers(0, 12)), draw(st.integers(1, 12))
-        placed = draw(st.sampled_from(((), (0, start + length), (start, start + length))))
+        placed_from = draw(st.sampled_from((None, 0, start)))
         pieces.append(
             PrefillPiece(
                 rid=rid,
                 start=start,
                 length=length,
                 history=shares(draw, 0, start, group) if start else (),
-                placement=shares(draw, *placed, group) if placed else (),
+                placement=()
+                if placed_from is None
+                else shares(draw, placed_from, start + length, group),
             )
         )
     total = sum(piece.length for piece in pieces)

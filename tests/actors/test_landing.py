@@ -16,12 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from csps.actors.bridge import Bridge, KvHeader, heads_to_deliver, send_layer
 from csps.actors.kv_pool import KvPool
 from csps.actors.landing import Landing, Reservation
 from csps.actors.layout import local_pieces
+from csps.actors.mesh import Pending
 from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range, read_spec
 from csps.protocols.errors import TransferError
@@ -330,7 +331,7 @@ def test_every_decode_rank_gets_its_tokens_and_heads(spec: ModelSpec, shape: Sha
     senders, ends = bridges(shape)
     receivers = [Receiver(end, r, model, shape.destinations) for r, end in enumerate(ends)]
     piece = PrefillPiece(rid=RID, start=0, length=shape.length, destinations=shape.destinations)
-    sendings = []
+    sendings: list[Pending] = []
     for rank, bridge in enumerate(senders):
         heads = kv_head_range(model, bridge.prefill.tp_rank_of(rank), shape.prefill_tp)
         columns = slice(heads.start, heads.stop)
@@ -449,8 +450,9 @@ def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
     with pair(spec) as (bridge, receiver):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KvHeader, "pack", lambda self: torch.zeros(9, dtype=torch.int64))
-            bridge.send(0, header(), torch.empty(0), torch.empty(0))
+            sending = bridge.send(0, header(), torch.empty(0), torch.empty(0))
         assert isinstance(receiver.report(), TransferError)
+        del sending  # never to be received; dropped earlier, it would never be sent
 
 
 def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:

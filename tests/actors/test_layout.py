@@ -70,7 +70,7 @@ def head_splits(draw: st.DrawFn) -> HeadSplit:
 
 @given(head_splits())
 def test_members_own_every_query_head_once_and_the_kv_heads_it_reads(split: HeadSplit) -> None:
-    group, owned = split.heads // split.kv_heads, []
+    group, owned = split.heads // split.kv_heads, list[int]()
     for part in range(split.parts):
         queries = range(split.heads)[split.queries(part)]
         keys = range(split.kv_heads)[split.keys(part)]
@@ -89,7 +89,7 @@ def test_uniform_runs_are_what_grouped_query_attention_computes(split: HeadSplit
     for part in range(split.parts):
         queries = range(split.heads)[split.queries(part)]
         keys = range(split.kv_heads)[split.keys(part)]
-        seen = []
+        seen: list[int] = []
         for own_queries, own_keys in split.uniform_runs(part) if queries else []:
             run_queries, run_keys = queries[own_queries], keys[own_keys]
             assert len(run_queries) % len(run_keys) == 0

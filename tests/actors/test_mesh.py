@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 from mesh_threads import on_ranks
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from csps.actors import mesh as mesh_module
 from csps.actors.mesh import IDLE, InstanceGroup, Mesh, Tag, host_store, join_store

@@ -23,11 +23,12 @@ from gang_cell import (
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
+from csps.actors import decode as decode_module
 from csps.actors.mesh import host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.models.errors import CheckpointError
 from csps.models.network import Layer
-from csps.protocols.errors import FaultError, ProtocolError
+from csps.protocols.errors import DeadlineExceeded, FaultError, ProtocolError
 from csps.protocols.messages import JoinBatch, PrefillDone
 from csps.protocols.schema import pack
 
@@ -106,6 +107,35 @@ def failing_on(patient: Rank) -> Callable[..., Any]:
     return failing
 
 
+async def test_an_iteration_that_does_not_end_is_noticed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
+        go_on = threading.Event()
+        leader, follower = cell.decode_gang.ranks
+        qkv, mine = Layer.qkv, follower.engine.network.layers[0]
+
+        def patient_qkv(self: Layer, *arguments: Any) -> Any:
+            assert self is not mine or go_on.wait(ANSWER_S)
+            return qkv(self, *arguments)
+
+        monkeypatch.setattr(Layer, "qkv", patient_qkv)
+        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        await cell.reserve(it)
+        cell.submit(job_of([it.piece()], [0]), it.prompt)
+        await cell.join(it)
+        await eventually(lambda: leader._decode_loop.iterations > 0)
+        leader.check_health()
+        with monkeypatch.context() as hurried:
+            hurried.setattr(decode_module, "ITERATION_S", 0.0)
+            with pytest.raises(DeadlineExceeded, match="iteration"):
+                leader.check_health()
+        go_on.set()
+        await cell.answer()
+        await cell.freed(1)
+        cell.check_idle()
+
+
 async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=1) as cell:
         it = Request(rid=1, prompt=prompt_of(10), shares=even_shares(10, [0]))
@@ -143,7 +173,7 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
             here = Request(rid=rid, prompt=prompt, shares=())
             job = replace(job_of([here.piece()], [0, 1]), job_id=100 + rid)
             beside.submit(job, prompt)
-            await cell.until(lambda n=job.job_id: len(cell.about(PrefillDone, job_id=n)) == 2)
+            await cell.told(2, PrefillDone, job_id=job.job_id)
             assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
             assert all(rank.engine.pool.tokens(rid) for rank in elastic.ranks)
             cell.cancel(rid)

@@ -28,7 +28,7 @@ MS = 1_000_000
 EVENTS = (
     Event("qkv", 1 * MS, 2 * MS, 0),
     Event("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
-    Event("attention", 2 * MS, 5 * MS, 0, 1),
+    Event("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
     Event("wait", 5 * MS, 6 * MS, 0, 2, 1),
 )
 
@@ -57,9 +57,10 @@ def _run_job(traceparent: str | None, *, rank: int = 0) -> JobClock:
     carrier = {} if traceparent is None else {"traceparent": traceparent}
     job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
     clock, mesh = JobClock(), CountingMesh(rank)
+    timeline = clock.timeline  # as a strategy keeps it from before the job begins
     with engine_export.traced_job(job, clock, mesh):  # type: ignore[arg-type]
         for event in EVENTS:
-            clock.timeline.add(event)
+            timeline.add(event)
         mesh.bytes_sent[1 - rank] += 1000
         mesh.bytes_sent[rank] += 10
         clock.communication_s, clock.exchange_s = 0.001, 0.004
@@ -101,6 +102,7 @@ def test_costs_are_summed_over_the_ranks(exported: InMemorySpanExporter) -> None
     _run_job(SAMPLED, rank=1)
     cost = prefill_costs.job_costs(_records(exported), ["0-0-0", "0-1-0"])[TRACE_ID]
     assert cost.attention_s == pytest.approx(0.003)
+    assert cost.attention_cpu_s == pytest.approx(0.002)
     assert cost.hidden == pytest.approx(0.75)
     assert (cost.between_bytes, cost.inside_bytes) == (2000, 20)
 

@@ -1,0 +1,84 @@
+"""The whole server on a real Ray, for the duration of a benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+READY_S = 240.0
+"""For Ray, the four deployments and both gangs."""
+
+
+@contextlib.contextmanager
+def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
+    """Deploy the application with these settings; yields its base URL, stops it afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(yaml.safe_dump(_serve_config(args, port)))
+        command = [sys.executable, "-m", "csps.services.cli"]
+        serve = [*command, "serve", "--config", str(config), "--no-demo"]
+        subprocess.run(serve, check=True, timeout=READY_S)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            subprocess.run([*command, "stop"], check=True, timeout=READY_S)
+
+
+def _serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [
+            {
+                "name": "csps",
+                "route_prefix": "/",
+                "import_path": "csps.services.app:build",
+                "args": args,
+            }
+        ],
+    }
+
+
+@contextlib.contextmanager
+def process(command: list[str], *, ready_url: str, **environment: str) -> Iterator[str]:
+    """Another server for comparison, ended by its own process group."""
+    started = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait_for(ready_url, started)
+        yield ready_url
+    finally:
+        os.killpg(started.pid, signal.SIGTERM)
+        try:
+            started.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def _wait_for(url: str, started: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if started.poll() is not None:
+            raise RuntimeError(f"{started.args} ended with {started.returncode}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=2).status_code < 500:
+                return
+        time.sleep(0.3)
+    raise TimeoutError(f"{url} did not answer within {READY_S:g} s")

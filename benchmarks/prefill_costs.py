@@ -1,0 +1,77 @@
+"""What prefill jobs cost by the engine's own account: phases and counters in their spans."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from timeline_export import Record, is_phase
+
+from csps.actors.timeline_export import BYTES_SENT, COMMUNICATION_S, CPU_NS, EXCHANGE_S, PHASE, RANK
+from csps.protocols.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCost:
+    """One job on all of its ranks."""
+
+    attention_s: float
+    """Computing attention, mean over the ranks. Wall-clock: with fewer cores than ranks it counts
+    the neighbours too."""
+    attention_cpu_s: float
+    """The same as CPU time of the computing threads, which the neighbours do not lengthen."""
+    hidden: float
+    """Share of the time under way that exchanges did not keep a rank waiting, 0 to 1."""
+    between_bytes: int
+    """Payload sent to the other server."""
+    inside_bytes: int
+    """Payload sent to the same server."""
+
+
+def job_costs(records: Iterable[Record], locations: Sequence[str]) -> dict[str, JobCost]:
+    """By trace id, for every job whose spans are complete.
+
+    Args:
+        locations: Rack-Server-GPU id of each rank.
+    """
+    traces: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        traces[record["trace_id"]].append(record)
+    servers = _servers(locations)
+    return {trace_id: _cost(spans, servers) for trace_id, spans in traces.items()}
+
+
+def _servers(locations: Sequence[str]) -> list[tuple[int, int]]:
+    return [(place.rack, place.server) for place in Topology.of(locations).locations]
+
+
+def _cost(spans: Sequence[Record], servers: Sequence[object]) -> JobCost:
+    jobs = [span["attributes"] for span in spans if span["name"] == "prefill.compute"]
+    waited = sum(job[COMMUNICATION_S] for job in jobs)
+    under_way = sum(job[EXCHANGE_S] for job in jobs)
+    attention = _phases(spans, "attention")
+    sent = [
+        (servers[job[RANK]] == servers[peer], sent_bytes)
+        for job in jobs
+        for peer, sent_bytes in enumerate(job[BYTES_SENT])
+    ]
+    return JobCost(
+        attention_s=sum(map(_seconds, attention)) / len(servers),
+        attention_cpu_s=sum(map(_cpu_seconds, attention)) / len(servers),
+        hidden=max(0.0, 1.0 - waited / under_way) if under_way else 0.0,
+        between_bytes=sum(sent_bytes for inside, sent_bytes in sent if not inside),
+        inside_bytes=sum(sent_bytes for inside, sent_bytes in sent if inside),
+    )
+
+
+def _phases(spans: Iterable[Record], phase: str) -> list[Record]:
+    return [span for span in spans if is_phase(span) and span["attributes"][PHASE] == phase]
+
+
+def _seconds(span: Record) -> float:
+    return float(span["end_ns"] - span["start_ns"]) / 1e9
+
+
+def _cpu_seconds(span: Record) -> float:
+    return float(span["attributes"][CPU_NS]) / 1e9

@@ -1,0 +1,112 @@
+"""The ways to prefill that `two_servers.py` compares: attention, overlap and strategy.
+
+SP-NTP                exact or CSA, with or without overlap
+SP-TP, flat           the same, every row sent to every rank of the other server
+SP-TP, hierarchical   the same, every row sent once to the other server and spread there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from csps.protocols.csa import CsaPlan, LayerGroup, halving
+
+Strategy = Literal["sp_ntp", "sp_tp_flat", "sp_tp_hierarchical"]
+STRATEGIES: tuple[Strategy, ...] = ("sp_ntp", "sp_tp_flat", "sp_tp_hierarchical")
+_ENGINE_NAMES: dict[Strategy, str] = {
+    "sp_ntp": "csa",
+    "sp_tp_flat": "sp_tp_flat",
+    "sp_tp_hierarchical": "sp_tp",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsaOptions:
+    """The sparse plan that is measured; the exact variants take only `exact_micro` of it."""
+
+    levels: int = 3
+    drop_ratios: tuple[float, ...] = (0.0, 0.0, 0.9)
+    """Of level 2 by layer, the last one also for all further layers; each further level keeps half
+    as much. Layer 1 of the default model looks the needles up, by keys that nothing in layer 0
+    has pointed at: it cannot drop without loss."""
+    micro_partitions: tuple[int, ...] = (1, 2, 4)
+    """Of levels 1, 2, …"""
+    exact_micro: int = 4
+    """Micro-partitions of the exact pipelined variants, which have a single level."""
+    importance_window: int = 64
+
+    def drop_ratio(self, layer: int) -> float:
+        """Of level 2 in a layer."""
+        return self.drop_ratios[min(layer, len(self.drop_ratios) - 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One of the twelve."""
+
+    strategy: Strategy
+    csa: bool
+    pipelined: bool
+
+    @property
+    def name(self) -> str:
+        """As it is named on the command line and in results."""
+        attention = "csa" if self.csa else "exact"
+        return f"{self.strategy}/{attention}/{'pipelined' if self.pipelined else 'unpipelined'}"
+
+    @property
+    def engine_strategy(self) -> str:
+        """The engine's name for what runs it."""
+        return "ulysses" if self == BASELINE else _ENGINE_NAMES[self.strategy]
+
+    def plan(self, locations: Sequence[str], *, layers: int, options: CsaOptions) -> CsaPlan | None:
+        """The plan of its jobs; the baseline has none."""
+        return None if self == BASELINE else self._plan(locations, layers, options)
+
+    def _plan(self, locations: Sequence[str], layers: int, options: CsaOptions) -> CsaPlan:
+        levels = options.levels if self.csa else 1
+        micro = options.micro_partitions if self.csa else (options.exact_micro,)
+        groups = [
+            LayerGroup(
+                first=layer,
+                stop=layer + 1,
+                drop_ratios=halving(options.drop_ratio(layer), levels),
+                micro_partitions=micro,
+            )
+            for layer in range(layers)
+        ]
+        return CsaPlan(
+            locations=tuple(locations),
+            levels=levels,
+            layer_groups=tuple(groups),
+            importance_window=options.importance_window,
+            pipelined=self.pipelined,
+        )
+
+
+BASELINE = Variant(strategy="sp_ntp", csa=False, pipelined=False)
+"""Exact unpipelined SP-NTP, which everything is compared with."""
+
+
+def all_variants() -> Iterator[Variant]:
+    """Every combination, the baseline first."""
+    for strategy in STRATEGIES:
+        for csa in (False, True):
+            for pipelined in (False, True):
+                yield Variant(strategy=strategy, csa=csa, pipelined=pipelined)
+
+
+def select(patterns: Sequence[str]) -> list[Variant]:
+    """The variants whose names contain one of the patterns.
+
+    Raises:
+        ValueError: a pattern fits none.
+    """
+    variants = list(all_variants())
+    for pattern in patterns:
+        if not any(pattern in variant.name for variant in variants):
+            names = ", ".join(variant.name for variant in variants)
+            raise ValueError(f"no variant is named like {pattern!r}; there are {names}")
+    return [v for v in variants if any(pattern in v.name for pattern in patterns)]

@@ -1,0 +1,1 @@
+"""Two servers on one machine: network namespaces joined by a link of settable rate and delay."""

@@ -1,0 +1,290 @@
+"""A prefill gang that spans both servers, without Ray, and a driver for its jobs.
+
+The driver stands in for the router: it speaks to the ranks itself, so that a benchmark names every
+group, bound and strategy. It must run on one of the servers (`iproute.entered`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from csps.protocols import schema
+from csps.protocols.csa import CsaPlan
+from csps.protocols.messages import (
+    Attach,
+    CancelRequest,
+    PrefillDone,
+    PrefillJob,
+    PrefillPiece,
+    RankDescription,
+    RequestFailed,
+    Sampling,
+    TokenDrawn,
+)
+from csps.protocols.rpc_client import RpcClient
+from testbed.cpu_time import CpuTime
+from testbed.network import Testbed
+from testbed.traffic import Traffic
+
+START_S = 120.0
+"""For all ranks to load the model and form the gang."""
+JOB_S = 600.0
+"""For one prefill job."""
+CLOSE_S = 10.0
+"""For a rank to end by itself."""
+TRACED_RANK = Path(__file__).with_name("traced_rank.py")
+T = TypeVar("T", TokenDrawn, PrefillDone)
+_KINDS: dict[str, type] = {
+    "token": TokenDrawn,
+    "prefill_done": PrefillDone,
+    "failed": RequestFailed,
+}
+GREEDY = Sampling(temperature=0.0, max_tokens=1)
+
+
+class JobFailedError(RuntimeError):
+    """A rank said that it cannot do the job, or is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangOptions:
+    """What the ranks are told besides their place."""
+
+    model_dir: Path
+    ranks_per_server: int = 2
+    kv_slots: int = 40_960
+    """Per rank."""
+    dtype: str = "float32"
+    spans_dir: Path | None = None
+    """Ranks write the spans of their jobs to files in it; None traces nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """What one prefill job took; per-rank lists are in rank order."""
+
+    token: int
+    """The first token of the answer."""
+    trace_id: str
+    """Of the job's spans, if spans are written."""
+    ttft_s: float
+    """From handing the job to the ranks to having its token."""
+    done: tuple[PrefillDone, ...]
+    traffic: Traffic
+    """By the kernel's counters: tokens, control and headers included."""
+    cpu_s: tuple[float, ...]
+    """CPU time of each rank's process, network threads included."""
+    compute_cpu_s: tuple[float, ...]
+    """CPU time of each rank's busiest thread, which is the one that computes."""
+
+
+class Gang:
+    """Rank processes on both servers, and a connection to each."""
+
+    def __init__(self, bed: Testbed) -> None:
+        self._bed = bed
+        self.processes: list[subprocess.Popen[str]] = []
+        self.clients: list[RpcClient] = []
+        self.ranks: list[RankDescription] = []
+        self._heard: dict[type, asyncio.Queue[Any]] = {
+            kind: asyncio.Queue() for kind in _KINDS.values()
+        }
+        self._jobs = 0
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        """Rack-Server-GPU ids in rank order."""
+        return tuple(rank.location for rank in self.ranks)
+
+    # --- life ------------------------------------------------------------------------------
+
+    async def start(self, options: GangOptions) -> None:
+        """Start all ranks, servers in order, and connect to them."""
+        secret = os.urandom(16).hex()
+        configs = _rank_configs(self._bed, options)
+        first = self._spawn(configs[0], options.spans_dir, secret)
+        # Rank 0 hosts the gang's store and says where before it waits for the others.
+        store = (await _line(first))["store"]
+        for config in configs[1:]:
+            self._spawn({**config, "store": store}, options.spans_dir, secret)
+        for process in self.processes:
+            host, port = (await _line(process))["rpc"]
+            self.clients.append(await self._connect(host, port, secret))
+        attach = schema.pack(Attach(router_id="testbed"))
+        answers = [await c.call("attach", attach, deadline_s=START_S) for c in self.clients]
+        self.ranks = [schema.unpack(RankDescription, answer) for answer in answers]
+
+    def _spawn(
+        self, config: dict[str, Any], spans_dir: Path | None, secret: str
+    ) -> subprocess.Popen[str]:
+        (server,) = (it for it in self._bed.servers if it.address == config["host"])
+        process = subprocess.Popen(
+            server.command(*_host(config, spans_dir)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CSPS_CLUSTER_SECRET": secret, "OMP_NUM_THREADS": "1"},
+        )
+        self.processes.append(process)
+        return process
+
+    async def _connect(self, host: str, port: int, secret: str) -> RpcClient:
+        return await RpcClient.connect(
+            host,
+            port,
+            secret=secret.encode(),
+            name="testbed",
+            deadline_s=START_S,
+            on_notification=self._hear,
+        )
+
+    async def close(self) -> None:
+        """Close the connections and end the processes, which then have written their spans."""
+        for client in self.clients:
+            await client.close()
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        await asyncio.gather(*(asyncio.to_thread(_end, process) for process in self.processes))
+
+    # --- jobs ------------------------------------------------------------------------------
+
+    async def prefill(
+        self, tokens: np.ndarray, *, strategy: str = "ulysses", csa: CsaPlan | None = None
+    ) -> JobResult:
+        """Prefill one prompt over all ranks, evenly cut, and draw its first token greedily.
+
+        Args:
+            tokens: (L,) int32.
+            strategy, csa: as in `PrefillJob`.
+        """
+        self._jobs += 1
+        ranks = len(self.clients)
+        job = PrefillJob(
+            job_id=self._jobs,
+            group=tuple(range(ranks)),
+            bounds=tuple(index * len(tokens) // ranks for index in range(ranks + 1)),
+            pieces=(PrefillPiece(rid=self._jobs, start=0, length=len(tokens), sampling=GREEDY),),
+            strategy=strategy,
+            csa=csa,
+            trace={"traceparent": f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"},
+        )
+        return await self._measured(job, tokens.astype("<i4"))
+
+    async def _measured(self, job: PrefillJob, tokens: np.ndarray) -> JobResult:
+        pids = [rank.pid for rank in self.ranks]
+        traffic, before = self._bed.traffic(), [CpuTime.of(pid) for pid in pids]
+        begin = time.perf_counter()
+        self._submit(job, tokens)
+        token = await self._next(TokenDrawn)
+        ttft_s = time.perf_counter() - begin
+        done = [await self._next(PrefillDone) for _ in pids]
+        used = [CpuTime.of(pid) - then for pid, then in zip(pids, before, strict=True)]
+        self._forget(job)
+        return JobResult(
+            token=token.token,
+            trace_id=job.trace["traceparent"].split("-")[1],
+            ttft_s=ttft_s,
+            done=tuple(sorted(done, key=lambda d: d.rank)),
+            traffic=self._bed.traffic() - traffic,
+            cpu_s=tuple(cpu.process_s for cpu in used),
+            compute_cpu_s=tuple(cpu.busiest_thread_s for cpu in used),
+        )
+
+    def _submit(self, job: PrefillJob, tokens: np.ndarray) -> None:
+        for member, client in enumerate(self.clients):
+            share = tokens[job.bounds[member] : job.bounds[member + 1]].tobytes()
+            client.notify("prefill", schema.pack(replace(job, tokens=share)))
+
+    def _forget(self, job: PrefillJob) -> None:
+        """Give back the KV slots of a job that has ended."""
+        for client in self.clients:
+            client.notify("cancel", schema.pack(CancelRequest(rid=job.pieces[0].rid)))
+
+    # --- what the ranks say ----------------------------------------------------------------
+
+    def _hear(self, method: str, payload: Any) -> None:
+        if kind := _KINDS.get(method):
+            self._heard[kind].put_nowait(schema.unpack(kind, payload))
+
+    async def _next(self, kind: type[T]) -> T:
+        """The next message of a kind; JobFailedError if a rank gives up or is gone."""
+        failure = asyncio.ensure_future(self._heard[RequestFailed].get())
+        message = asyncio.ensure_future(self._heard[kind].get())
+        waited_for = [message, failure, *(client.closed for client in self.clients)]
+        try:
+            await asyncio.wait(waited_for, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)
+            if message.done():
+                return cast(T, message.result())
+            gone = [str(future.result()) for future in waited_for[1:] if future.done()]
+            raise JobFailedError("; ".join(gone) or f"no {kind.__name__} within {JOB_S:g} s")
+        finally:
+            message.cancel()
+            failure.cancel()
+
+
+@asynccontextmanager
+async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang]:
+    """A gang over both servers for the duration of a block."""
+    gang = Gang(bed)
+    try:
+        await gang.start(options)
+        yield gang
+    finally:
+        await gang.close()
+
+
+def _rank_configs(bed: Testbed, options: GangOptions) -> list[dict[str, Any]]:
+    """Fields of `RankConfig` for each rank."""
+    places = [
+        {"host": server.address, "location": location}
+        for server in bed.servers
+        for location in server.locations(options.ranks_per_server)
+    ]
+    common = {
+        "model_dir": str(options.model_dir),
+        "role": "prefill",
+        "world_size": len(places),
+        "gang_id": f"testbed-{os.urandom(4).hex()}",
+        "kv_slots": options.kv_slots,
+        "dtype": options.dtype,
+    }
+    return [{**common, **place, "rank": rank} for rank, place in enumerate(places)]
+
+
+def _host(config: dict[str, Any], spans_dir: Path | None) -> list[str]:
+    """The command that hosts a rank."""
+    if spans_dir is None:
+        return [sys.executable, "-m", "csps.actors.host_rank", json.dumps(config)]
+    return [sys.executable, str(TRACED_RANK), str(spans_dir), json.dumps(config)]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """A rank ends when its standard input does; if not, it is killed."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(CLOSE_S)
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+async def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
+    if not line:
+        raise JobFailedError(f"rank process {process.pid} ended with {process.poll()}")
+    fact: dict[str, Any] = json.loads(line)
+    return fact

@@ -1,0 +1,79 @@
+"""The few commands of iproute2 that a testbed needs, and the system call to enter a namespace."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+COMMAND_S = 20.0
+"""For one ip or tc command; the kernel takes namespaces apart in the background."""
+_CLONE_NEWNET = 0x4000_0000
+_NAMESPACES = Path("/run/netns")
+
+
+class UnavailableError(RuntimeError):
+    """This machine or user cannot have a testbed."""
+
+
+def require() -> None:
+    """Raise UnavailableError, saying what is missing, unless namespaces can be made here."""
+    if os.geteuid() != 0:
+        raise UnavailableError("a testbed needs root, for network namespaces")
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            raise UnavailableError(f"a testbed needs iproute2: there is no `{command}` here")
+
+
+def run(*command: str) -> str:
+    """Run a command; its output, or a RuntimeError that carries its complaint."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def exists(namespace: str) -> bool:
+    """Whether there is a network namespace of that name."""
+    return (_NAMESPACES / namespace).exists()
+
+
+def pids(namespace: str) -> list[int]:
+    """Processes inside a namespace."""
+    return [int(pid) for pid in run("ip", "netns", "pids", namespace).split()]
+
+
+def link_statistics(namespace: str, device: str) -> dict[str, Any]:
+    """The kernel's counters of a device, `{"rx": {"bytes": ...}, "tx": {...}}`."""
+    facts = json.loads(run("ip", "-n", namespace, "-s", "-j", "link", "show", device))
+    statistics: dict[str, Any] = facts[0]["stats64"]
+    return statistics
+
+
+@contextmanager
+def entered(namespace: str) -> Iterator[None]:
+    """This thread inside a namespace, with every thread and process that it starts meanwhile.
+
+    Only the network changes. `ip netns exec` would need a program of its own for what is one
+    function here.
+    """
+    assert threading.current_thread() is threading.main_thread(), "pids() would not show a thread"
+    with open("/proc/thread-self/ns/net") as home, (_NAMESPACES / namespace).open() as there:
+        _setns(there.fileno())
+        try:
+            yield
+        finally:
+            _setns(home.fileno())
+
+
+def _setns(fd: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

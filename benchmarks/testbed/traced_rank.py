@@ -1,0 +1,27 @@
+"""A rank that writes its spans to a file: `python traced_rank.py SPANS_DIR CONFIG`.
+
+Everything else is `csps.actors.host_rank`, which knows of no SDK.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from csps.actors import host_rank
+from csps.services import telemetry
+from csps.services.settings import TelemetrySettings
+
+SERVICE = "csps-prefill"
+
+
+def main(spans_dir: str, config: str) -> None:
+    """Run a rank until standard input ends, and write the last spans."""
+    flush = telemetry.install(SERVICE, TelemetrySettings(spans_dir=spans_dir))
+    try:
+        host_rank.main([config])
+    finally:
+        flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

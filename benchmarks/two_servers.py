@@ -1,0 +1,312 @@
+"""Prefill over two servers with a slow link: exact or sparse, overlapped or not, SP-NTP or SP-TP.
+
+    sudo python benchmarks/two_servers.py [--models needle wide] [--lengths 16384 32768]
+        [--rates 400mbit 800mbit 2gbit unlimited] [--variants PART …] [--rounds 5]
+        [--questions 50] [--timelines DIR] [--json FILE]
+    sudo python benchmarks/two_servers.py --smoke
+
+Four ranks, two on each server of the testbed (`benchmarks/testbed`), one compute thread each.
+Variants take turns within a round, so that a slow moment of the machine meets all of them; figures
+are medians over the rounds, after one that does not count. `link_mb` and `loopback_mb` are the
+kernel's counters of the devices, headers and control included; `between_mb` and `inside_mb` are
+what the engine sent to ranks of the other and of the same server. `hidden` is the share of the
+time that exchanges were under way in which they kept no rank waiting.
+
+With fewer cores than ranks, which it says before it begins, ranks wait for cores as well as
+for bytes: wall-clock compute then is that of the machine's cores and not of four devices, and what
+hides behind it is hidden more easily. `attention_cpu_s` (mean over ranks) and `compute_cpu_s` (the
+busiest rank) are CPU time of the threads that compute, which the neighbours do not lengthen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+import wide_checkpoint
+from needle_questions import questions
+from prefill_costs import JobCost, job_costs
+from prefill_variants import BASELINE, CsaOptions, Variant, select
+from testbed import iproute
+from testbed.gang import Gang, GangOptions, JobResult, prefill_gang
+from testbed.link import UNLIMITED, Link
+from testbed.network import Testbed, two_servers
+from timeline_export import Record, of_one_trace, read, span_files, trace_events
+
+from csps.services.settings import shipped_models
+
+MODELS = ("needle", "wide")
+RANKS = 4
+FIRST_WORD = 10
+"""Ids below may be special tokens in either model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure."""
+
+    models: tuple[str, ...]
+    lengths: tuple[int, ...]
+    links: tuple[tuple[str, Link], ...]
+    """As named on the command line."""
+    variants: tuple[Variant, ...]
+    rounds: int
+    questions: int
+    """Of each kind and accuracy length; 0 measures no accuracy."""
+    accuracy_lengths: tuple[int, ...]
+    csa: CsaOptions
+    timelines: Path | None
+    """Folder for a timeline of each row."""
+
+
+def main() -> int:
+    """Measure and publish; the exit status."""
+    args = _arguments()
+    plan = _smoke(args) if args.smoke else _plan(args)
+    try:
+        iproute.require()
+    except iproute.UnavailableError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    _log(f"{os.cpu_count()} cores for {RANKS} ranks, load average {os.getloadavg()[0]:.1f}")
+    rows, accuracy = measure(plan)
+    result = {
+        "benchmark": "two_servers",
+        "ranks": RANKS,
+        "oversubscribed": (os.cpu_count() or 1) < RANKS,
+        "csa": asdict(plan.csa),
+        "rounds": plan.rounds,
+        "accuracy": accuracy,
+        "to_baseline": to_baseline(rows),
+    }
+    report.publish(result, rows, args.json)
+    return 0
+
+
+def to_baseline(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each row's figures as a multiple of exact unpipelined SP-NTP's in the same place."""
+    place, figures = ("model", "tokens", "rate"), ("ttft_s", "between_mb", "attention_cpu_s")
+    baselines = {
+        tuple(row[name] for name in place): row for row in rows if row["variant"] == BASELINE.name
+    }
+    return [
+        {name: row[name] for name in (*place, "variant")}
+        | {figure: row[figure] / baseline[figure] for figure in figures}
+        for row in rows
+        if (baseline := baselines.get(tuple(row[name] for name in place))) is not None
+    ]
+
+
+def measure(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of times and bytes, and rows of accuracy."""
+    rows: list[dict[str, Any]] = []
+    accuracy: list[dict[str, Any]] = []
+    _, link = plan.links[0]
+    with two_servers(link) as bed, iproute.entered(bed.servers[0].namespace):
+        for model in plan.models:
+            with _checkpoint(model) as model_dir:
+                asyncio.run(_model_rows(bed, model, model_dir, plan, rows, accuracy))
+    return rows, accuracy
+
+
+async def _model_rows(
+    bed: Testbed,
+    model: str,
+    model_dir: Path,
+    plan: Plan,
+    rows: list[dict[str, Any]],
+    accuracy: list[dict[str, Any]],
+) -> None:
+    with tempfile.TemporaryDirectory() as spans_dir:
+        options = GangOptions(
+            model_dir=model_dir,
+            kv_slots=max(*plan.lengths, *plan.accuracy_lengths),
+            spans_dir=Path(spans_dir),
+        )
+        async with prefill_gang(bed, options) as gang:
+            series = [it async for it in _timed(bed, gang, model, plan)]
+            if model == "needle" and plan.questions:
+                bed.set_rate(None)
+                accuracy += await _accuracy(gang, model_dir, plan)
+        records = list(read(span_files(spans_dir)))
+    costs = job_costs(records, gang.locations)
+    rows += [one.row(costs) for one in series]
+    if plan.timelines is not None:
+        for one in series:
+            one.write_timeline(plan.timelines, records)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The rounds of one variant."""
+
+    about: dict[str, Any]
+    results: list[JobResult]
+
+    def row(self, costs: Mapping[str, JobCost]) -> dict[str, Any]:
+        """Medians over the rounds; of what ranks differ in, the slowest rank's."""
+        results, spent = self.results, [costs[result.trace_id] for result in self.results]
+        return {
+            **self.about,
+            "ttft_s": _median(r.ttft_s for r in results),
+            "link_mb": _median(r.traffic.between_bytes / 1e6 for r in results),
+            "loopback_mb": _median(r.traffic.inside_bytes / 1e6 for r in results),
+            "between_mb": _median(cost.between_bytes / 1e6 for cost in spent),
+            "inside_mb": _median(cost.inside_bytes / 1e6 for cost in spent),
+            "attention_s": _median(cost.attention_s for cost in spent),
+            "attention_cpu_s": _median(cost.attention_cpu_s for cost in spent),
+            "communication_s": _median(max(d.communication_s for d in r.done) for r in results),
+            "hidden": _median(cost.hidden for cost in spent),
+            "compute_cpu_s": _median(max(r.compute_cpu_s) for r in results),
+        }
+
+    def write_timeline(self, folder: Path, records: Sequence[Record]) -> None:
+        """The round whose TTFT is the median, for Perfetto."""
+        middle = sorted(self.results, key=lambda r: r.ttft_s)[(len(self.results) - 1) // 2]
+        name = "-".join(str(value).replace("/", "-") for value in self.about.values())
+        folder.mkdir(parents=True, exist_ok=True)
+        events = trace_events(of_one_trace(records, middle.trace_id))
+        (folder / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
+
+
+async def _timed(bed: Testbed, gang: Gang, model: str, plan: Plan) -> AsyncIterator[Series]:
+    """Every variant at every rate and length, in turns."""
+    for rate, link in plan.links:
+        bed.set_rate(link.rate_bits)
+        for length in plan.lengths:
+            _log(f"{model}, {length} tokens, {rate}")
+            about = {"model": model, "tokens": length, "rate": rate}
+            results = await _rounds(gang, length, plan)
+            for variant, of_variant in results.items():
+                yield Series(about={**about, "variant": variant.name}, results=of_variant)
+
+
+async def _rounds(gang: Gang, length: int, plan: Plan) -> dict[Variant, list[JobResult]]:
+    results: dict[Variant, list[JobResult]] = {variant: [] for variant in plan.variants}
+    for number in range(plan.rounds + 1):
+        tokens = _random_prompt(length, seed=number)
+        for variant in plan.variants:
+            result = await _run(gang, variant, tokens, plan.csa)
+            if number:  # the first one connects and warms up
+                results[variant].append(result)
+    return results
+
+
+async def _run(gang: Gang, variant: Variant, tokens: np.ndarray, csa: CsaOptions) -> JobResult:
+    layers = gang.ranks[0].layers
+    plan = variant.plan(gang.locations, layers=layers, options=csa)
+    return await gang.prefill(tokens, strategy=variant.engine_strategy, csa=plan)
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+async def _accuracy(gang: Gang, model_dir: Path, plan: Plan) -> list[dict[str, Any]]:
+    """Right first tokens of needle answers, by variant, length and kind."""
+    right: dict[tuple[str, int, str], list[bool]] = {}
+    for length in plan.accuracy_lengths:
+        _log(f"accuracy at {length} tokens")
+        for question in questions(model_dir, length=length, count=plan.questions):
+            for variant in plan.variants:
+                result = await _run(gang, variant, question.tokens, plan.csa)
+                key = (variant.name, length, question.kind)
+                right.setdefault(key, []).append(result.token == question.answer)
+    return [
+        {
+            "variant": variant,
+            "tokens": length,
+            "kind": kind,
+            "questions": len(answers),
+            "accuracy": statistics.fmean(answers),
+        }
+        for (variant, length, kind), answers in right.items()
+    ]
+
+
+def _random_prompt(length: int, *, seed: int) -> np.ndarray:
+    """Token ids that both models have."""
+    smallest_vocabulary = 1024
+    draw = np.random.default_rng(seed)
+    return draw.integers(FIRST_WORD, smallest_vocabulary, length, dtype=np.int32)
+
+
+@contextmanager
+def _checkpoint(model: str) -> Iterator[Path]:
+    if model == "needle":
+        yield shipped_models() / "needle"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield wide_checkpoint.make(Path(folder) / model)
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[16_384, 32_768])
+    parser.add_argument("--rates", nargs="+", default=["400mbit", "800mbit", "2gbit", UNLIMITED])
+    parser.add_argument("--delay", default="0ms", help="one way")
+    parser.add_argument(
+        "--variants", nargs="+", default=["/"], metavar="PART", help="names that contain a part"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--questions", type=int, default=50, help="of each kind and length")
+    parser.add_argument("--accuracy-lengths", nargs="+", type=int, default=[4_096, 16_384])
+    parser.add_argument("--levels", type=int, default=CsaOptions.levels)
+    parser.add_argument(
+        "--drop-ratios", nargs="+", type=float, default=CsaOptions.drop_ratios, help="by layer"
+    )
+    parser.add_argument(
+        "--micro", nargs="+", type=int, default=list(CsaOptions.micro_partitions), help="by level"
+    )
+    parser.add_argument("--exact-micro", type=int, default=CsaOptions.exact_micro)
+    parser.add_argument("--window", type=int, default=CsaOptions.importance_window)
+    parser.add_argument("--timelines", type=Path, metavar="DIR", help="one file for Perfetto a row")
+    parser.add_argument("--smoke", action="store_true", help="does it run at all: a few seconds")
+    return report.with_json_option(parser).parse_args()
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    return Plan(
+        models=tuple(args.models),
+        lengths=tuple(args.lengths),
+        links=tuple((rate, Link.parse(rate, args.delay)) for rate in args.rates),
+        variants=tuple(select(args.variants)),
+        rounds=args.rounds,
+        questions=args.questions,
+        accuracy_lengths=tuple(args.accuracy_lengths),
+        csa=CsaOptions(
+            levels=args.levels,
+            drop_ratios=tuple(args.drop_ratios),
+            micro_partitions=tuple(args.micro),
+            exact_micro=args.exact_micro,
+            importance_window=args.window,
+        ),
+        timelines=args.timelines,
+    )
+
+
+def _smoke(args: argparse.Namespace) -> Plan:
+    args.lengths, args.rates, args.rounds = [1_024], ["800mbit"], 1
+    args.accuracy_lengths, args.questions = [1_024], 1
+    return _plan(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
