@@ -27,19 +27,22 @@ class CsaOptions:
     """The sparse plan that is measured; the exact variants take only `exact_micro` of it."""
 
     levels: int = 3
-    drop_ratios: tuple[float, ...] = (0.0, 0.0, 0.9)
+    drop_ratios: tuple[float, ...] = (0.0, 0.9)
     """Of level 2 by layer, the last one also for all further layers; each further level keeps half
-    as much. Layer 1 of the default model looks the needles up, by keys that nothing in layer 0
-    has pointed at: it cannot drop without loss."""
+    as much. SP-NTP judges by the layer's own attention, and so may drop from layer 1 on."""
+    tp_drop_ratios: tuple[float, ...] = (0.0, 0.0, 0.9)
+    """The same for SP-TP, which judges by the layer before: layer 1 of the default model looks the
+    needles up, by keys that nothing in layer 0 has pointed at, and cannot drop without loss."""
     micro_partitions: tuple[int, ...] = (1, 2, 4)
     """Of levels 1, 2, …"""
     exact_micro: int = 4
     """Micro-partitions of the exact pipelined variants, which have a single level."""
     importance_window: int = 64
 
-    def drop_ratio(self, layer: int) -> float:
+    def drop_ratio(self, layer: int, strategy: Strategy) -> float:
         """Of level 2 in a layer."""
-        return self.drop_ratios[min(layer, len(self.drop_ratios) - 1)]
+        ratios = self.drop_ratios if strategy == "sp_ntp" else self.tp_drop_ratios
+        return ratios[min(layer, len(ratios) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Variant:
             LayerGroup(
                 first=layer,
                 stop=layer + 1,
-                drop_ratios=halving(options.drop_ratio(layer), levels),
+                drop_ratios=halving(options.drop_ratio(layer, self.strategy), levels),
                 micro_partitions=micro,
             )
             for layer in range(layers)
@@ -82,6 +85,7 @@ class Variant:
             levels=levels,
             layer_groups=tuple(groups),
             importance_window=options.importance_window,
+            importance_layer="same" if self.strategy == "sp_ntp" else "previous",
             pipelined=self.pipelined,
         )
 

@@ -5,8 +5,8 @@
 First token: on the deployed server, from sending the request to the first text at the client,
 less what the prefill rank itself measured from receiving the job to having the token, less what
 Serve's own proxy takes: a request of the same size that the router turns away at once. Further
-tokens: the median gap at the HTTP client, less the median gap at a driver that speaks RPC to an equal pair of gangs without
-Ray, HTTP or a router. Both are asked in turns.
+tokens: the median gap at the HTTP client, less the median gap at a driver that speaks RPC to an
+equal pair of gangs without Ray, HTTP or a router. Both are asked in turns.
 """
 
 from __future__ import annotations
