@@ -64,7 +64,8 @@ def process(command: list[str], *, ready_url: str, **environment: str) -> Iterat
         _wait_for(ready_url, started)
         yield ready_url
     finally:
-        os.killpg(started.pid, signal.SIGTERM)
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGTERM)
         try:
             started.wait(20)
         except subprocess.TimeoutExpired:
