@@ -18,7 +18,8 @@ Four ideas make this work on one CPU core within an hour or two:
    supervision), so that retrieval happens in several layers, not in just the last one.
 
 Run ``python -m csps.models.train_needle --out DIR``; the same command resumes it if interrupted.
-The same seed and torch version give the same weights on the same machine.
+Batches depend on seed, stage and step alone, so that a resumed run sees what an uninterrupted one
+would have seen.
 """
 
 import argparse
