@@ -39,8 +39,8 @@ class Section(BaseModel):
         return data
 
 
-class PrefillSettings(Section):
-    """The gang that computes prompts."""
+class GangSettings(Section):
+    """What both gangs have: so many copies of the weights, in so many processes."""
 
     instances: Count = 2
     """Copies of the weights; one request may use any number of them."""
@@ -48,12 +48,6 @@ class PrefillSettings(Section):
     """Ranks (processes) per instance."""
     threads: Count = 1
     """Compute threads per rank."""
-    kv_slots: Count = 40_960
-    """Tokens whose KV an instance can hold while prompts are computed."""
-    spt_tokens: Count = 4_096
-    """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
-    short_tokens: Count = 1_024
-    """Prompts up to this length may run between two layers of a longer one."""
     num_cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that Ray accounts per rank. Small, so that a demo fits on two cores."""
     num_gpus: Annotated[float, Field(ge=0)] = 0.0
@@ -65,25 +59,26 @@ class PrefillSettings(Section):
         return self.instances * self.tp
 
 
-class DecodeSettings(Section):
+class PrefillSettings(GangSettings):
+    """The gang that computes prompts."""
+
+    kv_slots: Count = 40_960
+    """Tokens whose KV an instance can hold while prompts are computed."""
+    spt_tokens: Count = 4_096
+    """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
+    short_tokens: Count = 1_024
+    """Prompts up to this length may run between two layers of a longer one."""
+
+
+class DecodeSettings(GangSettings):
     """The gang that holds the KV cache and draws tokens."""
 
-    instances: Count = 2
-    tp: Count = 1
-    threads: Count = 1
     kv_slots: Count = 65_536
     """Tokens whose KV an instance can hold; a request may be spread over several."""
     spread_tokens: Count = 8_192
     """Prompts longer than this are spread over several instances."""
     max_batch: Count = 64
     """Requests that decode at the same time."""
-    num_cpus: Annotated[float, Field(ge=0)] = 0.1
-    num_gpus: Annotated[float, Field(ge=0)] = 0.0
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the gang."""
-        return self.instances * self.tp
 
 
 class QueueSettings(Section):
