@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from unittest import mock
 import httpx
 import yaml
 
+from csps.protocols.errors import FaultError
 from csps.protocols.messages import RankStats
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.schema import unpack
@@ -66,8 +67,14 @@ class Deployed:
         return [replica for replica in replicas if replica["state"] == "RUNNING"]
 
     def kill_rank(self, deployment: str, index: int = -1) -> None:
-        """SIGKILL one process of a gang."""
-        os.kill(self.replicas(deployment)[index]["pid"], signal.SIGKILL)
+        """SIGKILL one process of a gang, as soon as Serve knows of one that lives."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            with suppress(IndexError, ProcessLookupError):
+                os.kill(self.replicas(deployment)[index]["pid"], signal.SIGKILL)
+                return
+            assert time.monotonic() < deadline, f"{deployment} has no running replica"
+            time.sleep(POLL_S)
 
     def gauge(self, name: str) -> float:
         """The sum of a metric's series."""
@@ -86,15 +93,31 @@ class Deployed:
         wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)
 
     def assert_all_slots_free(self) -> None:
-        """Every rank of both gangs comes to hold nothing; asked of the ranks themselves."""
-        addresses = self._rank_addresses()
+        """Every rank of both gangs comes to hold nothing; asked of the ranks themselves.
+
+        A gang that has just lost a rank is still being replaced, perhaps by one that listens
+        elsewhere: whoever does not answer is looked up again.
+        """
         deadline = time.monotonic() + DEADLINE_S
+        held: object = "nobody was asked"
+        while time.monotonic() < deadline:
+            try:
+                held = self._held(deadline)
+            except FaultError as exc:
+                held = exc
+            if not held:
+                return
+            time.sleep(POLL_S)
+        raise AssertionError(f"not all slots are free: {held}")
+
+    def _held(self, deadline: float) -> list[RankStats]:
+        """Ranks that hold something when the deadline is over; none as soon as all are free."""
+        addresses = self._rank_addresses()
         while True:
             stats = asyncio.run(_all_stats(addresses))
             held = [it for it in stats if it.kv_used or it.requests or it.running or it.waiting]
-            if not held:
-                return
-            assert time.monotonic() < deadline, f"still held: {held}"
+            if not held or time.monotonic() > deadline:
+                return held
             time.sleep(POLL_S)
 
     def _rank_addresses(self) -> list[tuple[str, int]]:
