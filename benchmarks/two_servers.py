@@ -1,9 +1,12 @@
 """Prefill over two servers with a slow link: exact or sparse, overlapped or not, SP-NTP or SP-TP.
 
-    sudo python benchmarks/two_servers.py [--models needle wide] [--lengths 16384 32768]
-        [--rates 400mbit 800mbit 2gbit unlimited] [--variants PART …] [--rounds 5]
-        [--questions 50] [--timelines DIR] [--json FILE]
+    sudo python benchmarks/two_servers.py [--models needle wide] [--places 16384@800mbit …]
+        [--variants PART …] [--rounds 5] [--questions 50] [--timelines DIR]
+        [--add FILE …] [--json FILE]
     sudo python benchmarks/two_servers.py --smoke
+
+A place is a prompt length at a link rate. `--rounds 0` measures accuracy only and `--questions 0`
+times only; `--add` publishes what such runs have written together with this one's.
 
 Four ranks, two on each server of the testbed (`benchmarks/testbed`), one compute thread each.
 Variants take turns within a round, so that a slow moment of the machine meets all of them; figures
@@ -48,9 +51,28 @@ from timeline_export import Record, of_one_trace, read, span_files, trace_events
 from csps.services.settings import shipped_models
 
 MODELS = ("needle", "wide")
+WIDE_LAYERS = 6
+"""The first and the last layer never drop: with few layers they would be most of the cost."""
 RANKS = 4
+PLACES = ("16384@400mbit", "16384@800mbit", f"16384@{UNLIMITED}", "32768@800mbit")
 FIRST_WORD = 10
 """Ids below may be special tokens in either model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the variants compete."""
+
+    tokens: int
+    rate: str
+    """As named on the command line."""
+    link: Link
+
+    @classmethod
+    def parse(cls, text: str, delay: str) -> Place:
+        """`TOKENS@RATE`, and the link's delay in one direction."""
+        tokens, _, rate = text.partition("@")
+        return cls(tokens=int(tokens), rate=rate, link=Link.parse(rate, delay))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +80,7 @@ class Plan:
     """What to measure."""
 
     models: tuple[str, ...]
-    lengths: tuple[int, ...]
-    links: tuple[tuple[str, Link], ...]
-    """As named on the command line."""
+    places: tuple[Place, ...]
     variants: tuple[Variant, ...]
     rounds: int
     questions: int
@@ -82,6 +102,9 @@ def main() -> int:
         return 1
     _log(f"{os.cpu_count()} cores for {RANKS} ranks, load average {os.getloadavg()[0]:.1f}")
     rows, accuracy = measure(plan)
+    for path in args.add:
+        earlier = json.loads(path.read_text())
+        rows, accuracy = earlier["rows"] + rows, earlier["accuracy"] + accuracy
     result = {
         "benchmark": "two_servers",
         "ranks": RANKS,
@@ -113,8 +136,7 @@ def measure(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of times and bytes, and rows of accuracy."""
     rows: list[dict[str, Any]] = []
     accuracy: list[dict[str, Any]] = []
-    _, link = plan.links[0]
-    with two_servers(link) as bed, iproute.entered(bed.servers[0].namespace):
+    with two_servers(plan.places[0].link) as bed, iproute.entered(bed.servers[0].namespace):
         for model in plan.models:
             with _checkpoint(model) as model_dir:
                 asyncio.run(_model_rows(bed, model, model_dir, plan, rows, accuracy))
@@ -132,7 +154,7 @@ async def _model_rows(
     with tempfile.TemporaryDirectory() as spans_dir:
         options = GangOptions(
             model_dir=model_dir,
-            kv_slots=max(*plan.lengths, *plan.accuracy_lengths),
+            kv_slots=max(*(place.tokens for place in plan.places), *plan.accuracy_lengths),
             spans_dir=Path(spans_dir),
         )
         async with prefill_gang(bed, options) as gang:
@@ -182,15 +204,14 @@ class Series:
 
 
 async def _timed(bed: Testbed, gang: Gang, model: str, plan: Plan) -> AsyncIterator[Series]:
-    """Every variant at every rate and length, in turns."""
-    for rate, link in plan.links:
-        bed.set_rate(link.rate_bits)
-        for length in plan.lengths:
-            _log(f"{model}, {length} tokens, {rate}")
-            about = {"model": model, "tokens": length, "rate": rate}
-            results = await _rounds(gang, length, plan)
-            for variant, of_variant in results.items():
-                yield Series(about={**about, "variant": variant.name}, results=of_variant)
+    """Every variant at every place, in turns."""
+    for place in plan.places if plan.rounds else ():
+        bed.set_rate(place.link.rate_bits)
+        _log(f"{model}, {place.tokens} tokens, {place.rate}")
+        about = {"model": model, "tokens": place.tokens, "rate": place.rate}
+        results = await _rounds(gang, place.tokens, plan)
+        for variant, of_variant in results.items():
+            yield Series(about={**about, "variant": variant.name}, results=of_variant)
 
 
 async def _rounds(gang: Gang, length: int, plan: Plan) -> dict[Variant, list[JobResult]]:
@@ -249,7 +270,7 @@ def _checkpoint(model: str) -> Iterator[Path]:
         yield shipped_models() / "needle"
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield wide_checkpoint.make(Path(folder) / model)
+        yield wide_checkpoint.make(Path(folder) / model, layers=WIDE_LAYERS)
 
 
 def _log(text: str) -> None:
@@ -259,8 +280,7 @@ def _log(text: str) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[16_384, 32_768])
-    parser.add_argument("--rates", nargs="+", default=["400mbit", "800mbit", "2gbit", UNLIMITED])
+    parser.add_argument("--places", nargs="+", default=PLACES, metavar="TOKENS@RATE")
     parser.add_argument("--delay", default="0ms", help="one way")
     parser.add_argument(
         "--variants", nargs="+", default=["/"], metavar="PART", help="names that contain a part"
@@ -277,6 +297,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--exact-micro", type=int, default=CsaOptions.exact_micro)
     parser.add_argument("--window", type=int, default=CsaOptions.importance_window)
+    parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--timelines", type=Path, metavar="DIR", help="one file for Perfetto a row")
     parser.add_argument("--smoke", action="store_true", help="does it run at all: a few seconds")
     return report.with_json_option(parser).parse_args()
@@ -285,8 +306,7 @@ def _arguments() -> argparse.Namespace:
 def _plan(args: argparse.Namespace) -> Plan:
     return Plan(
         models=tuple(args.models),
-        lengths=tuple(args.lengths),
-        links=tuple((rate, Link.parse(rate, args.delay)) for rate in args.rates),
+        places=tuple(Place.parse(place, args.delay) for place in args.places),
         variants=tuple(select(args.variants)),
         rounds=args.rounds,
         questions=args.questions,
@@ -303,7 +323,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _smoke(args: argparse.Namespace) -> Plan:
-    args.lengths, args.rates, args.rounds = [1_024], ["800mbit"], 1
+    args.places, args.rounds = ["1024@800mbit"], 1
     args.accuracy_lengths, args.questions = [1_024], 1
     return _plan(args)
 

@@ -20,12 +20,12 @@ SPECIAL = ["<s>", "</s>", "<unk>"]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def make(model_dir: Path, *, seed: int = 0) -> Path:
+def make(model_dir: Path, *, layers: int = LAYERS, seed: int = 0) -> Path:
     """Write config, weights and tokenizer; returns the directory."""
     model_dir.mkdir(parents=True, exist_ok=True)
-    _write_json(model_dir / "config.json", _config())
+    _write_json(model_dir / "config.json", _config(layers))
     _write_json(model_dir / "generation_config.json", {"eos_token_id": 1, "bos_token_id": 0})
-    save_file(_weights(seed), model_dir / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(layers, seed), model_dir / "model.safetensors", metadata={"format": "pt"})
     words = SPECIAL + [f"w{index}" for index in range(VOCAB - len(SPECIAL))]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -51,13 +51,13 @@ def prompt(tokens: int, *, seed: int) -> str:
     return " ".join(f"w{draw.randrange(VOCAB - len(SPECIAL))}" for _ in range(tokens))
 
 
-def _config() -> dict[str, Any]:
+def _config(layers: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -75,7 +75,7 @@ def _config() -> dict[str, Any]:
     }
 
 
-def _weights(seed: int) -> dict[str, torch.Tensor]:
+def _weights(layers: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
         "lm_head.weight": matrix(VOCAB, HIDDEN),
         "model.norm.weight": torch.ones(HIDDEN),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         at = f"model.layers.{layer}."
         weights |= {
             at + "input_layernorm.weight": torch.ones(HIDDEN),
