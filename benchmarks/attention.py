@@ -11,13 +11,11 @@ Prints a table and, last, one JSON line. `ratio` is torch's median time over our
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import report
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,15 +44,9 @@ def main() -> None:
         "kv_heads": args.kv_heads,
         "head_dim": args.head_dim,
         "threads": args.threads,
-        "torch": torch.__version__,
-        "load_average": os.getloadavg(),
-        "rows": rows,
         "least_ratio": min(row["ratio"] for row in rows),
     }
-    _print_table(rows)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    report.publish(result, rows, args.json)
 
 
 def _arguments() -> argparse.Namespace:
@@ -67,8 +59,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the JSON here")
-    return parser.parse_args()
+    return report.with_json_option(parser).parse_args()
 
 
 def _measure(length: int, args: argparse.Namespace) -> dict[str, float]:
@@ -134,13 +125,6 @@ def _milliseconds(run: Callable[[], object], device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
-
-
-def _print_table(rows: list[dict[str, float]]) -> None:
-    names = list(rows[0])
-    print("  ".join(f"{name:>20}" for name in names))
-    for row in rows:
-        print("  ".join(f"{row[name]:>20.2f}" for name in names))
 
 
 if __name__ == "__main__":

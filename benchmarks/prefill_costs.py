@@ -11,14 +11,17 @@ from timeline_export import Record, is_phase
 from csps.actors.timeline_export import BYTES_SENT, COMMUNICATION_S, CPU_NS, EXCHANGE_S, PHASE, RANK
 from csps.protocols.topology import Topology
 
+ATTENTION_PHASES = ("attention", "importance", "select", "merge")
+"""All that a layer's attention takes: choosing what is kept is part of its price."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobCost:
     """One job on all of its ranks."""
 
     attention_s: float
-    """Computing attention, mean over the ranks. Wall-clock: with fewer cores than ranks it counts
-    the neighbours too."""
+    """Computing attention, choosing kept tokens included, mean over the ranks. Wall-clock: with
+    fewer cores than ranks it counts the neighbours too."""
     attention_cpu_s: float
     """The same as CPU time of the computing threads, which the neighbours do not lengthen."""
     hidden: float
@@ -50,7 +53,8 @@ def _cost(spans: Sequence[Record], servers: Sequence[object]) -> JobCost:
     jobs = [span["attributes"] for span in spans if span["name"] == "prefill.compute"]
     waited = sum(job[COMMUNICATION_S] for job in jobs)
     under_way = sum(job[EXCHANGE_S] for job in jobs)
-    attention = _phases(spans, "attention")
+    assert len(jobs) == len(servers), f"{len(jobs)} spans of a job on {len(servers)} ranks"
+    attention = [span for phase in ATTENTION_PHASES for span in _phases(spans, phase)]
     sent = [
         (servers[job[RANK]] == servers[peer], sent_bytes)
         for job in jobs

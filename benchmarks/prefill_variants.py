@@ -36,7 +36,9 @@ class CsaOptions:
     micro_partitions: tuple[int, ...] = (1, 1, 2)
     """Of levels 1, 2, …"""
     exact_micro: int = 2
-    """Micro-partitions of the exact pipelined variants, which have a single level."""
+    """Micro-partitions of exact pipelined SP-NTP, which has a single level."""
+    tp_micro: int = 2
+    """Micro-partitions of SP-TP, exact and sparse: it cuts what it gathers, not levels."""
     importance_window: int = 64
 
     def drop_ratio(self, layer: int, strategy: Strategy) -> float:
@@ -70,13 +72,12 @@ class Variant:
 
     def _plan(self, locations: Sequence[str], layers: int, options: CsaOptions) -> CsaPlan:
         levels = options.levels if self.csa else 1
-        micro = options.micro_partitions if self.csa else (options.exact_micro,)
         groups = [
             LayerGroup(
                 first=layer,
                 stop=layer + 1,
                 drop_ratios=halving(options.drop_ratio(layer, self.strategy), levels),
-                micro_partitions=micro,
+                micro_partitions=self._micro_partitions(options, levels),
             )
             for layer in range(layers)
         ]
@@ -88,6 +89,11 @@ class Variant:
             importance_layer="same" if self.strategy == "sp_ntp" else "previous",
             pipelined=self.pipelined,
         )
+
+    def _micro_partitions(self, options: CsaOptions, levels: int) -> tuple[int, ...]:
+        if self.strategy != "sp_ntp":
+            return (options.tp_micro,) * levels
+        return options.micro_partitions if self.csa else (options.exact_micro,)
 
 
 BASELINE = Variant(strategy="sp_ntp", csa=False, pipelined=False)

@@ -7,6 +7,9 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +25,49 @@ def publish(
 ) -> None:
     """Print the rows as a table and the result as the last line; write it to `path` if given."""
     _print_table(rows)
-    whole = {**result, "rows": list(rows), "machine": machine()}
+    whole = _whole(result, rows)
     if path is not None:
         path.write_text(json.dumps(whole, indent=2) + "\n")
     print(json.dumps(whole))
 
 
+def write(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Keep what there is so far."""
+    path.write_text(json.dumps(_whole(result, rows), indent=2) + "\n")
+
+
+def _whole(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {**result, "rows": list(rows), "machine": machine()}
+
+
 def machine() -> dict[str, Any]:
     """What a reader needs to judge a figure."""
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
         "cpu_count": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_before": _LOAD_BEFORE,
+        "load_after": _load(),
         "python": platform.python_version(),
+        "torch": version("torch"),
         "platform": platform.machine(),
     }
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _load() -> list[float]:
+    return [round(load, 2) for load in os.getloadavg()]
+
+
+_LOAD_BEFORE = _load()
+"""Of the minutes before the benchmark began."""
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -12,8 +12,11 @@ Four ranks, two on each server of the testbed (`benchmarks/testbed`), one comput
 Variants take turns within a round, so that a slow moment of the machine meets all of them; figures
 are medians over the rounds, after one that does not count. `link_mb` and `loopback_mb` are the
 kernel's counters of the devices, headers and control included; `between_mb` and `inside_mb` are
-what the engine sent to ranks of the other and of the same server. `hidden` is the share of the
-time that exchanges were under way in which they kept no rank waiting.
+what the engine sent to ranks of the other and of the same server. `communication_s` is what
+computing waited for exchanges. `hidden` is the share of it that overlap saves: one minus a
+pipelined variant's `communication_s` over that of the same variant unpipelined. `overlapped` is the
+engine's own account, the share of the time that exchanges were under way in which they kept no rank
+waiting; it flatters, because an exchange is under way as soon as someone is ready to receive.
 
 With fewer cores than ranks, which it says before it begins, ranks wait for cores as well as
 for bytes: wall-clock compute then is that of the machine's cores and not of four devices, and what
@@ -30,9 +33,9 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +51,14 @@ from testbed.link import UNLIMITED, Link
 from testbed.network import Testbed, two_servers
 from timeline_export import Record, of_one_trace, read, span_files, trace_events
 
+from csps.protocols.errors import ConfigError
 from csps.services.settings import shipped_models
 
 MODELS = ("needle", "wide")
 WIDE_LAYERS = 6
 """The first and the last layer never drop: with few layers they would be most of the cost."""
 RANKS = 4
+LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 PLACES = ("16384@400mbit", "16384@800mbit", f"16384@{UNLIMITED}", "32768@800mbit")
 FIRST_WORD = 10
 """Ids below may be special tokens in either model."""
@@ -94,28 +99,31 @@ class Plan:
 def main() -> int:
     """Measure and publish; the exit status."""
     args = _arguments()
-    plan = _smoke(args) if args.smoke else _plan(args)
     try:
+        plan = _smoke(args) if args.smoke else _plan(args)
         iproute.require()
-    except iproute.UnavailableError as exc:
+    except (ConfigError, iproute.UnavailableError) as exc:
         print(exc, file=sys.stderr)
         return 1
     _log(f"{os.cpu_count()} cores for {RANKS} ranks, load average {os.getloadavg()[0]:.1f}")
-    rows, accuracy = measure(plan)
-    for path in args.add:
-        earlier = json.loads(path.read_text())
-        rows, accuracy = earlier["rows"] + rows, earlier["accuracy"] + accuracy
-    result = {
-        "benchmark": "two_servers",
-        "ranks": RANKS,
-        "oversubscribed": (os.cpu_count() or 1) < RANKS,
-        "csa": asdict(plan.csa),
-        "rounds": plan.rounds,
-        "accuracy": accuracy,
-        "to_baseline": to_baseline(rows),
-    }
-    report.publish(result, rows, args.json)
+    result = _earlier(args.add, plan)
+    for so_far in measure(plan, result):
+        if args.json is not None:
+            report.write(so_far.published(), so_far.rows, args.json)
+    report.publish(result.published(), result.rows, args.json)
     return 0
+
+
+def _earlier(paths: Sequence[Path], plan: Plan) -> Result:
+    """What earlier runs have written, if it is of the same plan."""
+    result = Result(csa=asdict(plan.csa))
+    for path in paths:
+        found = json.loads(path.read_text())
+        if found["csa"] != json.loads(json.dumps(result.csa)):
+            raise SystemExit(f"{path} is of another plan: {found['csa']}, not {result.csa}")
+        result.rows += found["rows"]
+        result.accuracy += found["accuracy"]
+    return result
 
 
 def to_baseline(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,42 +140,78 @@ def to_baseline(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def measure(plan: Plan) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of times and bytes, and rows of accuracy."""
-    rows: list[dict[str, Any]] = []
-    accuracy: list[dict[str, Any]] = []
-    with two_servers(plan.places[0].link) as bed, iproute.entered(bed.servers[0].namespace):
+def measure(plan: Plan, result: Result) -> Iterator[Result]:
+    """Adds to the result, and yields it, as each place and each model's accuracy is done."""
+    with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         for model in plan.models:
             with _checkpoint(model) as model_dir:
-                asyncio.run(_model_rows(bed, model, model_dir, plan, rows, accuracy))
-    return rows, accuracy
+                for place in plan.places if plan.rounds else ():
+                    result.rows += asyncio.run(_place_rows(bed, model, model_dir, place, plan))
+                    yield result
+                if model == "needle" and plan.questions:
+                    bed.set_rate(None)
+                    result.accuracy += asyncio.run(_accuracy(bed, model_dir, plan))
+                    yield result
 
 
-async def _model_rows(
-    bed: Testbed,
-    model: str,
-    model_dir: Path,
-    plan: Plan,
-    rows: list[dict[str, Any]],
-    accuracy: list[dict[str, Any]],
-) -> None:
+async def _place_rows(
+    bed: Testbed, model: str, model_dir: Path, place: Place, plan: Plan
+) -> list[dict[str, Any]]:
+    """A gang of its own, so that a later place's mishap leaves this one's rows."""
+    _log(f"{model}, {place.tokens} tokens, {place.rate}")
+    about = {"model": model, "tokens": place.tokens, "rate": place.rate}
+    bed.set_rate(place.link.rate_bits)
     with tempfile.TemporaryDirectory() as spans_dir:
-        options = GangOptions(
-            model_dir=model_dir,
-            kv_slots=max(*(place.tokens for place in plan.places), *plan.accuracy_lengths),
-            spans_dir=Path(spans_dir),
-        )
+        options = GangOptions(model_dir=model_dir, kv_slots=place.tokens, spans_dir=Path(spans_dir))
         async with prefill_gang(bed, options) as gang:
-            series = [it async for it in _timed(bed, gang, model, plan)]
-            if model == "needle" and plan.questions:
-                bed.set_rate(None)
-                accuracy += await _accuracy(gang, model_dir, plan)
+            results = await _rounds(gang, place.tokens, plan)
         records = list(read(span_files(spans_dir)))
     costs = job_costs(records, gang.locations)
-    rows += [one.row(costs) for one in series]
+    series = [
+        Series(about={**about, "variant": variant.name}, results=of_variant)
+        for variant, of_variant in results.items()
+    ]
     if plan.timelines is not None:
         for one in series:
             one.write_timeline(plan.timelines, records)
+    return with_hidden([one.row(costs) for one in series])
+
+
+def with_hidden(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one place, with the share of the communication that overlap saves.
+
+    A row whose unpipelined counterpart is not among them gets None.
+    """
+    waited = {row["variant"]: row["communication_s"] for row in rows}
+
+    def hidden(variant: str, seconds: float) -> float | None:
+        kind, _, overlap = variant.rpartition("/")
+        total = waited.get(f"{kind}/unpipelined")
+        if overlap == "unpipelined":
+            return 0.0
+        return 1 - seconds / total if total else None
+
+    return [{**row, "hidden": hidden(row["variant"], row["communication_s"])} for row in rows]
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What is measured so far."""
+
+    csa: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    accuracy: list[dict[str, Any]] = field(default_factory=list)
+
+    def published(self) -> dict[str, Any]:
+        """As it is written."""
+        return {
+            "benchmark": "two_servers",
+            "ranks": RANKS,
+            "oversubscribed": (os.cpu_count() or 1) < RANKS,
+            "csa": self.csa,
+            "accuracy": self.accuracy,
+            "to_baseline": to_baseline(self.rows),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +234,10 @@ class Series:
             "attention_s": _median(cost.attention_s for cost in spent),
             "attention_cpu_s": _median(cost.attention_cpu_s for cost in spent),
             "communication_s": _median(max(d.communication_s for d in r.done) for r in results),
-            "hidden": _median(cost.hidden for cost in spent),
+            "overlapped": _median(cost.hidden for cost in spent),
             "compute_cpu_s": _median(max(r.compute_cpu_s) for r in results),
+            "rounds": len(results),
+            "load": os.getloadavg()[0],
         }
 
     def write_timeline(self, folder: Path, records: Sequence[Record]) -> None:
@@ -201,17 +247,6 @@ class Series:
         folder.mkdir(parents=True, exist_ok=True)
         events = trace_events(of_one_trace(records, middle.trace_id))
         (folder / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
-
-
-async def _timed(bed: Testbed, gang: Gang, model: str, plan: Plan) -> AsyncIterator[Series]:
-    """Every variant at every place, in turns."""
-    for place in plan.places if plan.rounds else ():
-        bed.set_rate(place.link.rate_bits)
-        _log(f"{model}, {place.tokens} tokens, {place.rate}")
-        about = {"model": model, "tokens": place.tokens, "rate": place.rate}
-        results = await _rounds(gang, place.tokens, plan)
-        for variant, of_variant in results.items():
-            yield Series(about={**about, "variant": variant.name}, results=of_variant)
 
 
 async def _rounds(gang: Gang, length: int, plan: Plan) -> dict[Variant, list[JobResult]]:
@@ -235,16 +270,18 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-async def _accuracy(gang: Gang, model_dir: Path, plan: Plan) -> list[dict[str, Any]]:
+async def _accuracy(bed: Testbed, model_dir: Path, plan: Plan) -> list[dict[str, Any]]:
     """Right first tokens of needle answers, by variant, length and kind."""
     right: dict[tuple[str, int, str], list[bool]] = {}
-    for length in plan.accuracy_lengths:
-        _log(f"accuracy at {length} tokens")
-        for question in questions(model_dir, length=length, count=plan.questions):
-            for variant in plan.variants:
-                result = await _run(gang, variant, question.tokens, plan.csa)
-                key = (variant.name, length, question.kind)
-                right.setdefault(key, []).append(result.token == question.answer)
+    options = GangOptions(model_dir=model_dir, kv_slots=max(plan.accuracy_lengths))
+    async with prefill_gang(bed, options) as gang:
+        for length in plan.accuracy_lengths:
+            _log(f"accuracy at {length} tokens")
+            for question in questions(model_dir, length=length, count=plan.questions):
+                for variant in plan.variants:
+                    result = await _run(gang, variant, question.tokens, plan.csa)
+                    key = (variant.name, length, question.kind)
+                    right.setdefault(key, []).append(result.token == question.answer)
     return [
         {
             "variant": variant,
@@ -296,6 +333,7 @@ def _arguments() -> argparse.Namespace:
         "--micro", nargs="+", type=int, default=list(CsaOptions.micro_partitions), help="by level"
     )
     parser.add_argument("--exact-micro", type=int, default=CsaOptions.exact_micro)
+    parser.add_argument("--tp-micro", type=int, default=CsaOptions.tp_micro)
     parser.add_argument("--window", type=int, default=CsaOptions.importance_window)
     parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--timelines", type=Path, metavar="DIR", help="one file for Perfetto a row")
@@ -304,7 +342,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    return Plan(
+    plan = Plan(
         models=tuple(args.models),
         places=tuple(Place.parse(place, args.delay) for place in args.places),
         variants=tuple(select(args.variants)),
@@ -316,10 +354,14 @@ def _plan(args: argparse.Namespace) -> Plan:
             drop_ratios=tuple(args.drop_ratios),
             micro_partitions=tuple(args.micro),
             exact_micro=args.exact_micro,
+            tp_micro=args.tp_micro,
             importance_window=args.window,
         ),
         timelines=args.timelines,
     )
+    for variant in plan.variants:  # a plan that cannot be is refused before anything is started
+        variant.plan(LOCATIONS, layers=WIDE_LAYERS, options=plan.csa)
+    return plan
 
 
 def _smoke(args: argparse.Namespace) -> Plan:
