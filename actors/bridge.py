@@ -1,20 +1,25 @@
 """The process group that spans a prefill and a decode gang, and the KV that crosses it.
 
 Prefill rank p is rank p of the bridge, decode rank d is rank P + d. Each message of KV is a
-header, then keys, then values. Whatever was announced by a header is received, also for a
-request that was cancelled meanwhile, so that neither side is left with half a message; whatever
-a header says is checked against the receiver's reservation before it enters the pool.
+header, then keys, then values. Where only kept tokens are sent, a mask before the keys says which:
+a byte for each token and head, which saves the vectors of those dropped. Row numbers would be
+longer as soon as a quarter is kept.
+
+Whatever was announced by a header is received, also for a request that was cancelled meanwhile, so
+that neither side is left with half a message; whatever a header says is checked against the
+receiver's reservation before it enters the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from csps.actors.kept_kv import KeptKv
 from csps.actors.layout import GangLayout, LocalPiece
 from csps.actors.mesh import IDLE, Mesh, Pending, Tag
 from csps.actors.name_digest import name_digest
@@ -23,6 +28,7 @@ from csps.protocols.errors import TransferError
 from csps.protocols.messages import ConnectBridge, Span
 
 _MAGIC = 0x63737073  # "csps"
+_ALL_KEPT = -1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -38,20 +44,24 @@ class KvHeader:
     heads: range
     """Numbered over the whole model, because the gangs' tensor parallelism may differ."""
     dtype: torch.dtype
+    kept: int | None = None
+    """How many (token, head) pairs follow, behind a mask; None if all do, and no mask."""
 
-    WORDS = 9
+    WORDS = 10
 
     def pack(self) -> Tensor:
         """As int64 words, the form it travels in."""
         numbers = (self.rid, self.layer, self.span.start, self.span.stop)
         heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
-        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads))
+        kept = _ALL_KEPT if self.kept is None else self.kept
+        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, kept))
 
     @classmethod
     def unpack(cls, words: Tensor) -> KvHeader:
         """Read a header; TransferError if it is none, because the stream is out of step then."""
-        magic, epoch, rid, layer, start, stop, head, head_stop, dtype = words.tolist()
+        magic, epoch, rid, layer, start, stop, head, head_stop, dtype, kept = words.tolist()
         ranges = 0 <= start <= stop and 0 <= head <= head_stop
+        ranges = ranges and _ALL_KEPT <= kept <= (stop - start) * (head_stop - head)
         if magic != _MAGIC or not ranges or not 0 <= dtype < len(_DTYPES):
             raise TransferError(f"expected a KV header, got {words.tolist()}")
         return cls(
@@ -61,6 +71,7 @@ class KvHeader:
             span=Span(start=start, stop=stop),
             heads=range(head, head_stop),
             dtype=_DTYPES[dtype],
+            kept=None if kept == _ALL_KEPT else kept,
         )
 
 
@@ -92,13 +103,23 @@ class Bridge:
 
     def send(self, decode_rank: int, header: KvHeader, k_thd: Tensor, v_thd: Tensor) -> Pending:
         """Start sending; tensors are kept until the returned operation is waited for."""
+        body = ((Tag.KV_KEYS, k_thd.contiguous()), (Tag.KV_VALUES, v_thd.contiguous()))
+        return self._send(decode_rank, header, body)
+
+    def send_kept(self, decode_rank: int, header: KvHeader, kv: KeptKv) -> Pending:
+        """The same of kept tokens, as many as the header says."""
+        assert header.kept == len(kv.k_nd) == len(kv.v_nd)
+        mask = (Tag.KV_KEPT, kv.kept_ht.contiguous())
+        body = (mask, (Tag.KV_KEYS, kv.k_nd), (Tag.KV_VALUES, kv.v_nd))
+        return self._send(decode_rank, header, body)
+
+    def _send(
+        self, decode_rank: int, header: KvHeader, body: Sequence[tuple[Tag, Tensor]]
+    ) -> Pending:
+        # The body exists by now: what runs out of memory must not leave a header without it.
         peer = self.prefill.world_size + decode_rank
-        # Copied first: what runs out of memory must not leave a header without its body.
-        message = (header.pack(), k_thd.contiguous(), v_thd.contiguous())
-        tags = (Tag.KV_HEADER, Tag.KV_KEYS, Tag.KV_VALUES)
-        return Pending.all(
-            [self._mesh.send(part, peer, tag) for part, tag in zip(message, tags, strict=True)]
-        )
+        message = [(Tag.KV_HEADER, header.pack()), *body]
+        return Pending.all([self._mesh.send(it, peer, tag) for tag, it in message if it.numel()])
 
     def next_header(self, prefill_rank: int) -> KvHeader:
         """Wait for the next announcement of one prefill rank."""
@@ -109,12 +130,26 @@ class Bridge:
     def receive(self, prefill_rank: int, header: KvHeader, head_dim: int) -> tuple[Tensor, Tensor]:
         """The announced keys and values, each (t, heads, d)."""
         shape = (header.span.length, len(header.heads), head_dim)
-        k_thd = torch.empty(shape, dtype=header.dtype, device=self.device)
-        v_thd = torch.empty_like(k_thd)
-        keys = self._mesh.recv(k_thd, prefill_rank, Tag.KV_KEYS)
-        values = self._mesh.recv(v_thd, prefill_rank, Tag.KV_VALUES)
-        Pending.all((keys, values)).wait()
-        return k_thd, v_thd
+        return self._receive(prefill_rank, header.dtype, shape)
+
+    def receive_kept(self, prefill_rank: int, header: KvHeader, head_dim: int) -> KeptKv:
+        """Those of kept tokens; whether the mask has as many is for the caller to check."""
+        assert header.kept is not None
+        shape = (len(header.heads), header.span.length)
+        kept_ht = torch.empty(shape, dtype=torch.bool, device=self.device)
+        self._mesh.recv(kept_ht, prefill_rank, Tag.KV_KEPT).wait()
+        return KeptKv(kept_ht, *self._receive(prefill_rank, header.dtype, (header.kept, head_dim)))
+
+    def _receive(
+        self, prefill_rank: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        k = torch.empty(shape, dtype=dtype, device=self.device)
+        v = torch.empty_like(k)
+        if k.numel():
+            keys = self._mesh.recv(k, prefill_rank, Tag.KV_KEYS)
+            values = self._mesh.recv(v, prefill_rank, Tag.KV_VALUES)
+            Pending.all((keys, values)).wait()
+        return k, v
 
     def close(self) -> None:
         """Leave the group; waiting receivers fail."""
@@ -130,8 +165,13 @@ def send_layer(
     part: LocalPiece,
     k_thd: Tensor,
     v_thd: Tensor,
+    kept_ht: Tensor | None = None,
 ) -> Iterator[Pending]:
-    """Stream one layer's KV of a local piece to the decode ranks that its placement names."""
+    """Stream one layer's KV of a local piece to the decode ranks that its placement names.
+
+    Args:
+        kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
+    """
     own_heads = kv_head_range(spec, bridge.prefill.tp_rank_of(rank), bridge.prefill.tp)
     for decode_rank, span, heads in _deliveries(bridge, spec, rank, part):
         rows = slice(span.start - part.span.start, span.stop - part.span.start)
@@ -144,7 +184,12 @@ def send_layer(
             heads=heads,
             dtype=k_thd.dtype,
         )
-        yield bridge.send(decode_rank, header, k_thd[rows, columns], v_thd[rows, columns])
+        k, v = k_thd[rows, columns], v_thd[rows, columns]
+        if kept_ht is None:
+            yield bridge.send(decode_rank, header, k, v)
+        else:
+            kept = KeptKv.of(k, v, kept_ht[columns, rows])
+            yield bridge.send_kept(decode_rank, replace(header, kept=len(kept.k_nd)), kept)
 
 
 def _deliveries(

@@ -40,7 +40,7 @@ def _piece_moves(group: SpGroup, piece: PrefillPiece) -> Iterator[Move]:
         return
     for source, span in _held(group, piece):
         for share in piece.placement:
-            common = intersection(span, share.span)
+            common = span.intersection(share.span)
             target = group.job.group.index(share.instance)
             if common.length and target != source:
                 yield Move(piece.rid, common, source, target)
@@ -54,12 +54,6 @@ def _held(group: SpGroup, piece: PrefillPiece) -> Iterator[tuple[int, Span]]:
         for part in local_pieces(group.job.pieces, group.job.bounds, member):
             if part.piece is piece:
                 yield member, part.span
-
-
-def intersection(one: Span, other: Span) -> Span:
-    """The common part of two spans, empty if there is none."""
-    start = max(one.start, other.start)
-    return Span(start=start, stop=max(start, min(one.stop, other.stop)))
 
 
 class KvMover:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from csps.actors.kept_kv import KeptKv, KeptSpan
 from csps.protocols.errors import FaultError
 from csps.protocols.messages import Span
 
@@ -46,6 +47,22 @@ class KvRun(NamedTuple):
     v_thd: Tensor
     positions: Tensor
     """(t,) int64 on the pool's device, ascending, not necessarily without gaps."""
+
+
+class KvBlock(NamedTuple):
+    """Written tokens of one request for neighbouring KV heads, in neighbouring slots: views."""
+
+    heads: slice
+    k_thd: Tensor
+    v_thd: Tensor
+
+
+class MovableKv(NamedTuple):
+    """Kept tokens of one request for neighbouring KV heads, copied out of a pool."""
+
+    span: Span
+    heads: slice
+    kept: KeptKv
 
 
 class TokenRows(NamedTuple):
@@ -139,6 +156,7 @@ class KvPool:
 
     def free_span(self, rid: int, span: Span) -> int:
         """Takes back the slots of those positions of `span` that the request has here."""
+        staying = self._staying(rid, span)
         with self._lock:
             holding = self._holdings.get(rid)
             if holding is None:
@@ -147,9 +165,12 @@ class KvPool:
             self._release(released)
             rest = [piece for run in holding.runs for piece in self._outside(run, span)]
             holding.replace_runs(self._merged(rest))
+            holding.forget_kept(span)
             if not rest:
                 del self._holdings[rid]
-            return sum(map(len, released))
+        for layer, it in staying:
+            self.write_kept(layer, rid, it.span, it.kept, heads=it.heads)
+        return sum(map(len, released))
 
     # --- tensors ---------------------------------------------------------------------------
 
@@ -170,9 +191,8 @@ class KvPool:
         before the last one.
         """
         assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
-        with self._lock:
-            runs = self._locate(rid, span)
-        assert sum(map(len, runs)) == span.length, f"{span} is not allocated to request {rid}"
+        assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
+        runs = self._allocated(rid, span)
         for run in runs:
             rows = self._rows_of(run, span)
             self._k_by_layer[layer][run.start : run.stop, heads].copy_(k_thd[rows])
@@ -182,23 +202,54 @@ class KvPool:
             for run in runs:
                 self._written[layer].add(run)
 
+    def write_kept(
+        self, layer: int, rid: int, span: Span, kept: KeptKv, *, heads: slice = ALL_HEADS
+    ) -> None:
+        """Stores a layer's keys and values of those tokens of `span` that each head keeps.
+
+        All of a prompt comes to a layer in this way, or nothing does. `blocks` and `kept` read it.
+        """
+        own = slice(*heads.indices(self.kv_heads)[:2])
+        assert kept.kept_ht.shape == (own.stop - own.start, span.length)
+        runs = self._allocated(rid, span)
+        place = KeptSpan(span=span, heads=own, kept_ht=kept.kept_ht, slots=tuple(runs))
+        place.write(self._k_by_layer[layer], kept.k_nd)
+        place.write(self._v_by_layer[layer], kept.v_nd)
+        with self._lock:
+            assert self._locate(rid, span) == runs, f"request {rid} was freed while being written"
+            self._holdings[rid].kept.setdefault(layer, []).append(place)
+
+    def narrowed(self, layer: int, rid: int) -> bool:
+        """Whether `write_kept` has stored any of a layer."""
+        # Decode asks for every request, layer and iteration: not for the lock as well, which is
+        # held while slots are looked for.
+        holding = self._holdings.get(rid)
+        return holding is not None and layer in holding.kept
+
+    def blocks(self, layer: int, rid: int) -> list[KvBlock]:
+        """All that a layer holds of a request, whichever way it was written."""
+        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        kept = [
+            KvBlock(heads, k[slots.start : slots.stop, heads], v[slots.start : slots.stop, heads])
+            for place in self._kept_places(layer, rid)
+            for heads, slots in place.blocks
+        ]
+        everyone = slice(0, self.kv_heads)
+        whole = [KvBlock(everyone, run.k_thd, run.v_thd) for run in self._runs(layer, rid, None)]
+        return kept + whole
+
+    def kept(self, layer: int, rid: int, span: Span) -> list[MovableKv]:
+        """Copies of what `write_kept` stored in `span`, cut as it was written."""
+        places = [(it, span.intersection(it.span)) for it in self._kept_places(layer, rid)]
+        return [self._read_kept(layer, it, common) for it, common in places if common.length]
+
     def view(self, layer: int, rid: int, span: Span | None = None) -> list[KvRun]:
         """A layer's written keys and values of a request, or of its positions in `span`.
 
         Runs are ordered by their first position. They are valid until the request is freed.
         """
-        with self._lock:
-            written = self._written[layer]
-            runs = [part for run in self._locate(rid, span) for part in written.within(run)]
-        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
-        return [
-            KvRun(
-                k.narrow(0, run.start, len(run)),
-                v.narrow(0, run.start, len(run)),
-                self._positions.narrow(0, run.start, len(run)),
-            )
-            for run in runs
-        ]
+        assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
+        return self._runs(layer, rid, span)
 
     def rows(self, tokens: Iterable[tuple[int, int]]) -> TokenRows:
         """Slots of (rid, position) pairs, looked up once for `write_rows` in every layer."""
@@ -247,6 +298,49 @@ class KvPool:
             assert not lost.size, f"slots {lost[:8].tolist()} are neither free nor owned"
             assert not shared.size, f"slots {shared[:8].tolist()} have two owners"
             self._check_sets()
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _allocated(self, rid: int, span: Span) -> list[range]:
+        with self._lock:
+            runs = self._locate(rid, span)
+        assert sum(map(len, runs)) == span.length, f"{span} is not allocated to request {rid}"
+        return runs
+
+    def _runs(self, layer: int, rid: int, span: Span | None) -> list[KvRun]:
+        with self._lock:
+            written = self._written[layer]
+            runs = [part for run in self._locate(rid, span) for part in written.within(run)]
+        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        return [
+            KvRun(
+                k.narrow(0, run.start, len(run)),
+                v.narrow(0, run.start, len(run)),
+                self._positions.narrow(0, run.start, len(run)),
+            )
+            for run in runs
+        ]
+
+    def _kept_places(self, layer: int, rid: int) -> tuple[KeptSpan, ...]:
+        with self._lock:
+            holding = self._holdings.get(rid)
+            return () if holding is None else tuple(holding.kept.get(layer, ()))
+
+    def _read_kept(self, layer: int, place: KeptSpan, span: Span) -> MovableKv:
+        k, v = place.read(self._k_by_layer[layer]), place.read(self._v_by_layer[layer])
+        tokens = slice(span.start - place.span.start, span.stop - place.span.start)
+        return MovableKv(span, place.heads, KeptKv(place.kept_ht, k, v).within(tokens))
+
+    def _staying(self, rid: int, span: Span) -> list[tuple[int, MovableKv]]:
+        """Copies of kept tokens that must move up, because others before them are to be freed."""
+        holding = self._holdings.get(rid)
+        return [
+            (layer, self._read_kept(layer, place, side))
+            for layer, places in (holding.kept.items() if holding is not None else ())
+            for place in places
+            if place.span.intersection(span).length
+            for side in _sides(place.span, span)
+        ]
 
     # --- inside, under the lock ------------------------------------------------------------
 
@@ -339,6 +433,25 @@ class KvPool:
         for layer, written in enumerate(self._written):
             stray = [run for run in self._free if written.within(run)]
             assert not stray, f"free slots {stray[:8]} count as written in layer {layer}"
+        for rid, holding in self._holdings.items():
+            for layer, places in holding.kept.items():
+                self._check_kept(rid, layer, places)
+
+    def _check_kept(self, rid: int, layer: int, places: Iterable[KeptSpan]) -> None:
+        what = f"of request {rid} in layer {layer}"
+        taken: set[tuple[int, int]] = set()
+        for place in places:
+            assert list(place.slots) == self._locate(rid, place.span), f"{place.span} {what} moved"
+            written = [run for run in place.slots if self._written[layer].within(run)]
+            assert not written, f"slots {written[:8]} {what} are written in both ways"
+            own = {
+                (slot, head)
+                for heads, run in place.blocks
+                for slot in run
+                for head in range(heads.start, heads.stop)
+            }
+            assert not own & taken, f"{place.span} {what} is written twice"
+            taken |= own
 
 
 @dataclass(slots=True)
@@ -349,6 +462,8 @@ class _Holding:
     """Slot runs by first position; inside a run positions ascend."""
     lookups: dict[tuple[int, int], list[range]] = field(default_factory=dict)
     """Slot runs of the spans that were asked for lately."""
+    kept: dict[int, list[KeptSpan]] = field(default_factory=dict)
+    """By layer, spans of which it has kept tokens only."""
 
     @property
     def end(self) -> int | None:
@@ -359,10 +474,23 @@ class _Holding:
         self.runs = runs
         self.lookups.clear()
 
+    def forget_kept(self, span: Span) -> None:
+        for layer, places in list(self.kept.items()):
+            places[:] = [place for place in places if not place.span.intersection(span).length]
+            if not places:
+                del self.kept[layer]
+
     def remember(self, span: Span, runs: list[range]) -> None:
         if len(self.lookups) >= _LOOKUPS_KEPT:
             self.lookups.clear()
         self.lookups[span.start, span.stop] = runs
+
+
+def _sides(whole: Span, cut: Span) -> list[Span]:
+    """What a cut leaves before and behind itself."""
+    before = Span(start=whole.start, stop=max(whole.start, cut.start))
+    behind = Span(start=min(whole.stop, cut.stop), stop=whole.stop)
+    return [side for side in (before, behind) if side.length]
 
 
 class _SlotSet:

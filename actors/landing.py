@@ -2,7 +2,8 @@
 
 A reservation is made before anything is sent. Its KV is complete when as many (token, head,
 layer) entries have arrived as were promised, each within the promised span, heads and layers and
-none twice; until then the request cannot join a batch.
+none twice; until then the request cannot join a batch. An entry may come as "not kept", for a
+request that is to have kept tokens only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from csps.actors.bridge import Bridge, KvHeader
+from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
+from csps.actors.mesh import PeerLost
 from csps.actors.name_digest import name_digest
 from csps.actors.span_set import SpanSet
-from csps.protocols.errors import FaultError, TransferError
+from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, RequestFailed, Reserve, Span
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
 
 _log = logging.getLogger(__name__)
+
+_Kv = tuple[Tensor, Tensor] | KeptKv
+"""What one header announced: keys and values, each (t, heads, d), or kept ones."""
 
 
 @dataclass(kw_only=True)
@@ -50,6 +56,8 @@ class Reservation:
         self.missing = self.tokens * len(self.heads) * self.layers
         self._epoch = name_digest(self.request.epoch)
         self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
+        self._narrowed: dict[int, bool] = {}
+        """Whether a layer's KV comes without what it dropped; all of it does, or nothing."""
         # Traced from the reservation to the last token of KV, then from joining to leaving.
         self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
 
@@ -82,6 +90,8 @@ class Reservation:
             )
         if not self._promises(header):
             raise TransferError(f"{header} is not part of this rank's share of the request")
+        if not self._expects(narrowed=header.kept is not None, layer=header.layer):
+            raise TransferError(f"{header} has other tokens than this request's layer is to have")
         if not all(self._arrived[header.layer, h].add(header.span) for h in header.heads):
             raise TransferError(f"{header} brings KV that has arrived before")
         self.missing -= header.span.length * len(header.heads)
@@ -93,6 +103,11 @@ class Reservation:
             and self.heads.start <= heads.start < heads.stop <= self.heads.stop
             and 0 <= header.layer < self.layers
         )
+
+    def _expects(self, *, narrowed: bool, layer: int) -> bool:
+        if narrowed and not self.request.kept_only:
+            return False
+        return self._narrowed.setdefault(layer, narrowed) == narrowed
 
 
 class Landing:
@@ -140,22 +155,28 @@ class Landing:
         try:
             while True:
                 header = self._bridge.next_header(prefill_rank)
-                k_thd, v_thd = self._bridge.receive(prefill_rank, header, self._pool.head_dim)
-                self._land(header, k_thd, v_thd)
-        except Exception as exc:
-            if self._closed:
-                return
-            if isinstance(exc, RuntimeError) and not isinstance(exc, FaultError):
+                self._land(header, self._body(prefill_rank, header))
+        except PeerLost as exc:
+            if not self._closed:
                 _log.info("KV stream of prefill rank %d ended: %s", prefill_rank, exc)
-            else:
+        except Exception as exc:
+            # Not the peer's end: without this rank's receiver, nothing of the peer would ever land
+            # again, while all else went on and every health check passed.
+            if not self._closed:
                 self._on_broken(exc)
 
-    def _land(self, header: KvHeader, k_thd: Tensor, v_thd: Tensor) -> None:
+    def _body(self, prefill_rank: int, header: KvHeader) -> _Kv:
+        bridge, head_dim = self._bridge, self._pool.head_dim
+        if header.kept is None:
+            return bridge.receive(prefill_rank, header, head_dim)
+        return bridge.receive_kept(prefill_rank, header, head_dim)
+
+    def _land(self, header: KvHeader, kv: _Kv) -> None:
         reservation = self._find(header.rid)
         if reservation is None:
             return  # cancelled while its KV was on the way
         try:
-            complete = self._store(reservation, header, k_thd, v_thd)
+            complete = self._store(reservation, header, kv)
         except TransferError as exc:
             failure = RequestFailed(
                 rid=header.rid, rank=self._rank, code="TransferError", message=str(exc)
@@ -170,24 +191,31 @@ class Landing:
                 KvLanded(rid=header.rid, rank=self._rank, tokens=tokens, seconds=seconds)
             )
 
-    def _store(
-        self, reservation: Reservation, header: KvHeader, k_thd: Tensor, v_thd: Tensor
-    ) -> bool:
+    def _store(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> bool:
         """Write what the header announced; whether the share is complete now, true only once."""
         with reservation.lock:
             if reservation.closed:
                 return False
             try:
-                self._check(reservation, header)
+                self._check(reservation, header, kv)
             except TransferError:
                 reservation.closed = True  # what is right of it must not land either
                 raise
-            first = reservation.heads.start
-            heads = slice(header.heads.start - first, header.heads.stop - first)
-            self._pool.write(header.layer, header.rid, header.span, k_thd, v_thd, heads=heads)
+            self._write(reservation, header, kv)
             return not reservation.missing
 
-    def _check(self, reservation: Reservation, header: KvHeader) -> None:
+    def _check(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> None:
         if header.dtype != self._pool.k.dtype:
             raise TransferError(f"KV is {header.dtype}, this pool holds {self._pool.k.dtype}")
+        if isinstance(kv, KeptKv) and (marked := int(kv.kept_ht.sum())) != header.kept:
+            raise TransferError(f"{header} comes with a mask of {marked}")
         reservation.accept(header)
+
+    def _write(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> None:
+        first = reservation.heads.start
+        heads = slice(header.heads.start - first, header.heads.stop - first)
+        place = header.layer, header.rid, header.span
+        if isinstance(kv, KeptKv):
+            self._pool.write_kept(*place, kv, heads=heads)
+        else:
+            self._pool.write(*place, *kv, heads=heads)

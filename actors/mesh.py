@@ -10,8 +10,9 @@ without touching the others.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -56,7 +57,9 @@ class Tag(IntEnum):
     RELAYED_ROWS = 18
     ROW_SUMS = 19
     IMPORTANCE = 20
-    WEIGHTS = 20
+    WEIGHTS = 21
+    KV_KEPT = 22
+    SUMS_TO_RELAY = 23
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,19 @@ def join_store(address: StoreAddress) -> Store:
     )
 
 
+class PeerLost(RuntimeError):
+    """An operation with a peer failed: it died, was too late, or the group was closed. Whatever
+    else goes wrong around it, memory that runs out for instance, is no word about the peer."""
+
+
+@contextmanager
+def _with_peer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as exc:
+        raise PeerLost(str(exc)) from exc
+
+
 class _Group(Protocol):
     """What is used of torch's gloo and NCCL groups; its stubs leave these methods out."""
 
@@ -140,11 +156,18 @@ class Pending:
         return whole
 
     def wait(self, deadline: timedelta = PEER_DEADLINE) -> None:
-        """Block until all are done; raises RuntimeError when a peer died or is too late."""
-        for work in self._works:
-            work.wait(deadline)
+        """Block until all are done; raises PeerLost when a peer died or is too late."""
+        with _with_peer():
+            for work in self._works:
+                work.wait(deadline)
         self._works.clear()
         self._tensors.clear()
+
+    def hold_up(self) -> None:
+        """On CUDA, let the current stream wait. Other than after `wait` another stream may do so
+        too, and the tensors stay: only the stream that they belong to may give them back."""
+        for work in self._works:
+            work.wait(PEER_DEADLINE)
 
 
 @dataclass(frozen=True)
@@ -171,6 +194,7 @@ class Mesh:
         self.world_size = world_size
         self.bytes_sent = [0] * world_size
         """By peer, since the mesh exists: read the difference."""
+        self._counting = threading.Lock()
         self._cuda = torch.device(device).type == "cuda"
         scoped = PrefixStore(name, store)
         self._control = _gloo(PrefixStore("control", scoped), rank, world_size, host)
@@ -178,12 +202,14 @@ class Mesh:
             _nccl(PrefixStore("data", scoped), rank, world_size) if self._cuda else self._control
         )
 
+    @_with_peer()
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
         group = self._data if tensor.is_cuda else self._control
-        self.bytes_sent[peer] += tensor.nbytes
+        self._count(peer, tensor)
         return Pending([group.send([tensor], peer, tag)], [tensor])
 
+    @_with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
         group = self._data if tensor.is_cuda else self._control
@@ -204,6 +230,7 @@ class Mesh:
         begun = self.start_exchange(sends, recvs, tag)
         return Pending.all((begun.received, begun.sent))
 
+    @_with_peer()
     def start_exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
@@ -214,8 +241,13 @@ class Mesh:
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         for peer, tensor in sends:
-            self.bytes_sent[peer] += tensor.nbytes
+            self._count(peer, tensor)
         return self._grouped(sends, recvs) if self._cuda else self._single(sends, recvs, tag)
+
+    def _count(self, peer: int, tensor: Tensor) -> None:
+        # Threads that pass data on send as well.
+        with self._counting:
+            self.bytes_sent[peer] += tensor.nbytes
 
     def _single(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
@@ -267,7 +299,8 @@ class InstanceGroup:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the instance, in place."""
         if self._group is not None and tensor.numel():
-            self._group.allreduce([tensor]).wait(PEER_DEADLINE)
+            with _with_peer():
+                self._group.allreduce([tensor]).wait(PEER_DEADLINE)
         return tensor
 
     def close(self) -> None:

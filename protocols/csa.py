@@ -121,6 +121,11 @@ class CsaPlan:
     """Last tokens of a prompt that are never dropped."""
     pipelined: bool = True
     """Overlap both all-to-alls with attention; False waits for each, which is for comparison."""
+    decode_kept_only: bool = False
+    """What decode sees in a layer that drops, head by head: of a prompt's last SPT all tokens, as
+    level 1 drops none and generated tokens belong to it (CSPS §4.2); of every other SPT those that
+    level 2 keeps, which farther levels' are among. That is never less than what the prompt's last
+    token sees. Nothing else is sent to the decode gang. By default decode sees all tokens."""
 
     def __post_init__(self) -> None:
         self.topology.require_order()

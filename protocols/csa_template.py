@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Literal, TypeVar
 
 from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.errors import ConfigError
 from csps.protocols.topology import Topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,7 @@ class CsaVariant:
     sinks: int = 4
     tail: int = 64
     pipelined: bool = True
+    decode_kept_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +42,26 @@ class CsaTemplate:
 
     levels: int
     """Most levels (N_v); a group that tells fewer apart has fewer."""
-    drop_ratio: float = 0.0
-    """p of level 2, in [0, 1); each farther level keeps half of what the nearer one does."""
-    micro_partitions: int = 1
-    """Most of them (M) at each level; an SPT of fewer tokens has one a token."""
+    drop_ratios: tuple[float, ...] = (0.0,)
+    """p of level 2 by layer, in [0, 1), the last one for all further layers; each farther level
+    keeps half of what the nearer one does."""
+    micro_partitions: tuple[int, ...] = (1,)
+    """Most of them (M) by level, the last one for all further levels; an SPT of fewer tokens has
+    one a token."""
     variant: CsaVariant = CsaVariant()
 
     def __post_init__(self) -> None:
+        if not self.drop_ratios or not self.micro_partitions:
+            raise ConfigError("drop_ratios and micro_partitions name at least one number each")
         # What is wrong with it is wrong for every group. Better found here than by a job.
-        self.for_group(("0-0-0",), layers=1, longest_spt=1)
+        for drop_ratio in self.drop_ratios:
+            halving(drop_ratio, self.levels)
+        self.for_group(("0-0-0",), layers=1, longest_spt=min(self.micro_partitions))
+
+    @property
+    def lossless(self) -> bool:
+        """Whether it is exact attention, in parts."""
+        return self.levels == 1 or not (any(self.drop_ratios) or self.variant.nested)
 
     def for_group(self, locations: Sequence[str], *, layers: int, longest_spt: int) -> CsaPlan:
         """The plan of a job.
@@ -56,32 +72,45 @@ class CsaTemplate:
             longest_spt: tokens of the member that has most.
         """
         levels = min(self.levels, len(Topology.of(locations).granularities))
-        micro = min(self.micro_partitions, longest_spt)
-        group = LayerGroup(
-            first=0,
-            stop=layers,
-            drop_ratios=halving(self.drop_ratio, levels),
-            micro_partitions=(micro,) * levels,
+        micro = tuple(
+            min(_of(self.micro_partitions, level), longest_spt) for level in range(levels)
         )
         return CsaPlan(
             locations=tuple(locations),
             levels=levels,
-            layer_groups=(group,),
+            layer_groups=tuple(
+                LayerGroup(
+                    first=run.start,
+                    stop=run.stop,
+                    drop_ratios=halving(_of(self.drop_ratios, run.start), levels),
+                    micro_partitions=micro,
+                )
+                for run in self._layer_runs(layers)
+            ),
             **asdict(self.variant),
         )
+
+    def _layer_runs(self, layers: int) -> Iterator[range]:
+        """Neighbouring layers of one ratio."""
+        for _, run in groupby(range(layers), key=lambda layer: _of(self.drop_ratios, layer)):
+            alike = list(run)
+            yield range(alike[0], alike[-1] + 1)
 
     def shortfalls(self, plan: CsaPlan) -> Iterator[str]:
         """What the plan of a job has less than this, in words."""
         members = len(plan.locations)
-        if members == 1:
+        if members == 1 and self.levels > 1:
             yield "the job has one instance, which attends exactly"
         elif plan.levels < self.levels:
             yield (
                 f"{plan.levels} of {self.levels} levels, because that is all that the "
                 f"{members} instances of the job tell apart"
             )
-        if (micro := plan.layer_group(0).micro(1)) < self.micro_partitions:
-            yield (
-                f"{micro} of {self.micro_partitions} micro-partitions, because no instance "
-                "has more tokens"
-            )
+        asked = max(_of(self.micro_partitions, level) for level in range(plan.levels))
+        if (most := max(plan.layer_group(0).micro_partitions)) < asked:
+            yield f"{most} of {asked} micro-partitions, because no instance has more tokens"
+
+
+def _of(numbers: Sequence[T], index: int) -> T:
+    """The last number is also that of all further layers, or levels."""
+    return numbers[min(index, len(numbers) - 1)]

@@ -43,6 +43,11 @@ class Span:
         """Tokens in the span."""
         return self.stop - self.start
 
+    def intersection(self, other: Span) -> Span:
+        """The common part, empty if there is none."""
+        start = max(self.start, other.start)
+        return Span(start=start, stop=max(start, min(self.stop, other.stop)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class KvShare:
@@ -185,6 +190,11 @@ class PrefillJob:
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])
 
     def _check_sp_tp(self, plan: CsaPlan) -> None:
+        if plan.decode_kept_only:
+            raise ConfigError(
+                "decode_kept_only is for SP-NTP; in SP-TP who sends a token's keys and values on "
+                "knows only of its own heads whether they keep it"
+            )
         if plan.nested:
             raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
         if plan.importance_layer == "same":
@@ -217,6 +227,8 @@ class Reserve:
     prompt_length: int
     sampling: Sampling
     prompt_tokens: bytes = b""
+    kept_only: bool = False
+    """Layers may come without the tokens that they dropped (`CsaPlan.decode_kept_only`)."""
     trace: dict[str, str] = field(default_factory=dict)
 
 
@@ -250,6 +262,14 @@ class TokenDrawn:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillProgress:
+    """`prefill_progress`, from a rank of a job's group, about once a second: it gets on."""
+
+    job_id: int
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -10,8 +9,18 @@ from torch import Tensor
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 
-Keep = Callable[[int, Tensor, Tensor], None]
-"""(layer, k (t, h, d), v (t, h, d)): store own rows' KV, all local KV heads, and send it on."""
+
+class Keep(Protocol):
+    """Store own rows' KV of a layer, all local KV heads, and send it on."""
+
+    def __call__(
+        self, layer: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None, /
+    ) -> None:
+        """
+        Args:
+            kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
+        """
+        ...
 
 
 class Strategy(Protocol):
@@ -25,8 +34,8 @@ class Strategy(Protocol):
     ) -> Tensor:
         """From the residual stream of own rows (t, hidden) to the same after attention.
 
-        Calls `keep` once, as soon as the own rows' KV exists. Every layer but the last goes
-        through here: the last needs single rows only, which `query_exchange` computes alike for
-        all strategies.
+        Calls `keep` once, as soon as the own rows' KV exists, and it is known what of it decode is
+        to see. Every layer but the last goes through here: the last needs single rows only, which
+        `query_exchange` computes alike for all strategies.
         """
         ...

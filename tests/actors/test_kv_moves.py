@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.actors.job_clock import JobClock
-from csps.actors.kv_moves import intersection, moves_of
+from csps.actors.kv_moves import moves_of
 from csps.actors.layout import GangLayout
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
@@ -98,6 +98,6 @@ def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: Prefi
 def test_the_intersection_of_spans_is_that_of_their_positions(
     one: list[int], other: list[int]
 ) -> None:
-    common = intersection(Span(start=one[0], stop=one[1]), Span(start=other[0], stop=other[1]))
+    common = Span(start=one[0], stop=one[1]).intersection(Span(start=other[0], stop=other[1]))
     positions = set(range(*one)) & set(range(*other))
     assert set(range(common.start, common.stop)) == positions

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from csps.actors.bridge import Bridge, KvHeader, heads_to_deliver, send_layer
+from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
 from csps.actors.landing import Landing, Reservation
 from csps.actors.layout import local_pieces
@@ -66,6 +67,7 @@ def header(**fields: Any) -> KvHeader:
 @given(
     st.builds(
         header,
+        kept=st.none() | st.just(0),
         epoch=st.integers(0, 2**63 - 1),
         rid=st.integers(0, 2**63 - 1),
         layer=st.integers(0, 200),
@@ -85,7 +87,15 @@ def test_a_header_survives_the_wire(it: KvHeader) -> None:
     assert KvHeader.unpack(words) == it
 
 
-@pytest.mark.parametrize(("word", "value"), [(0, 1), (4, 11), (4, -1), (6, 5), (8, 9), (8, -1)])
+@pytest.mark.parametrize("kept", [None, 0, 1, 20])
+def test_a_header_says_how_much_is_kept(kept: int | None) -> None:
+    assert KvHeader.unpack(header(kept=kept).pack()).kept == kept
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0, 1), (4, 11), (4, -1), (6, 5), (8, 9), (8, -1), (9, -2), (9, 21)],
+)
 def test_what_is_no_header_is_refused(word: int, value: int) -> None:
     words = header().pack()
     words[word] = value
@@ -104,7 +114,11 @@ def test_epochs_are_told_apart() -> None:
 
 
 def reservation(
-    spans: tuple[Span, ...], heads: range = range(2, 4), layers: int = LAYERS
+    spans: tuple[Span, ...],
+    heads: range = range(2, 4),
+    layers: int = LAYERS,
+    *,
+    kept_only: bool = False,
 ) -> Reservation:
     request = Reserve(
         rid=RID,
@@ -113,6 +127,7 @@ def reservation(
         master=0,
         prompt_length=max(span.stop for span in spans),
         sampling=Sampling(),
+        kept_only=kept_only,
     )
     return Reservation(request=request, spans=spans, heads=heads, layers=layers, owner="router")
 
@@ -130,6 +145,7 @@ def reservation(
         {"heads": range(2, 5)},
         {"heads": range(1, 3)},
         {"heads": range(3, 3)},
+        {"kept": 5},
     ],
     ids=str,
 )
@@ -151,6 +167,18 @@ def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> No
     it.accept(header())
     with pytest.raises(TransferError, match="arrived before"):
         it.accept(header(**again))
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> None:
+    """Heads that lie side by side in a pool cannot be read if only some of them are complete."""
+    it = reservation((Span(start=0, stop=10),), kept_only=True)
+    it.accept(header(heads=range(2, 3), kept=kept))
+    it.accept(header(layer=1, kept=None if kept else 5))
+    with pytest.raises(TransferError, match="other tokens"):
+        it.accept(header(heads=range(3, 4), kept=None if kept else 5))
+    it.accept(header(heads=range(3, 4), kept=kept))
+    assert it.missing == 0
 
 
 @given(
@@ -268,7 +296,15 @@ def shapes(draw: st.DrawFn) -> Shape:
 class Receiver:
     """The decode rank's end: pool, reservation, landing, and what it reported."""
 
-    def __init__(self, bridge: Bridge, rank: int, spec: ModelSpec, shares: tuple[KvShare, ...]):
+    def __init__(
+        self,
+        bridge: Bridge,
+        rank: int,
+        spec: ModelSpec,
+        shares: tuple[KvShare, ...],
+        *,
+        kept_only: bool = False,
+    ) -> None:
         instance, tp_rank = bridge.decode.instance_of(rank), bridge.decode.tp_rank_of(rank)
         heads = kv_head_range(spec, tp_rank, bridge.decode.tp)
         self.spans = tuple(share.span for share in shares if share.instance == instance)
@@ -285,7 +321,7 @@ class Receiver:
         self.reports: SimpleQueue[Any] = SimpleQueue()
         if self.spans:
             for rid in (RID, NEXT_RID):
-                self.reservations[rid] = reservation(self.spans, heads)
+                self.reservations[rid] = reservation(self.spans, heads, kept_only=kept_only)
                 self.pool.allocate(rid, self.spans)
         self.landing = Landing(
             bridge,
@@ -323,13 +359,20 @@ def bridges(shape: Shape) -> tuple[list[Bridge], list[Bridge]]:
     return made[: shape.prefill_ranks], made[shape.prefill_ranks :]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(shape=shapes())
-def test_every_decode_rank_gets_its_tokens_and_heads(spec: ModelSpec, shape: Shape) -> None:
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shape=shapes(), keep=st.sampled_from((None, 0.0, 0.4, 1.0)))
+def test_every_decode_rank_gets_its_tokens_and_heads(
+    spec: ModelSpec, shape: Shape, keep: float | None
+) -> None:
+    """All of them, or in layer 1 those that are kept of each head, be they none."""
     model = replace(spec, heads=8, kv_heads=2)
     k, v = (torch.randn(LAYERS, shape.length, model.kv_heads, HEAD_DIM) for _ in range(2))
+    kept_ht = None if keep is None else torch.rand(model.kv_heads, shape.length) < keep
     senders, ends = bridges(shape)
-    receivers = [Receiver(end, r, model, shape.destinations) for r, end in enumerate(ends)]
+    receivers = [
+        Receiver(end, r, model, shape.destinations, kept_only=keep is not None)
+        for r, end in enumerate(ends)
+    ]
     piece = PrefillPiece(rid=RID, start=0, length=shape.length, destinations=shape.destinations)
     sendings: list[Pending] = []
     for rank, bridge in enumerate(senders):
@@ -346,13 +389,14 @@ def test_every_decode_rank_gets_its_tokens_and_heads(spec: ModelSpec, shape: Sha
                     part=part,
                     k_thd=k[layer, rows, columns],
                     v_thd=v[layer, rows, columns],
+                    kept_ht=kept_ht[columns, rows] if layer and kept_ht is not None else None,
                 )
     for receiver in receivers:
         if receiver.spans:
             landed = receiver.report()
             assert isinstance(landed, KvLanded)
             assert landed.tokens == sum(span.length for span in receiver.spans)
-            check_pool(receiver, k, v)
+            check_pool(receiver, k, v, kept_ht)
         assert receiver.reports.empty()
     for sending in sendings:
         sending.wait()
@@ -360,16 +404,38 @@ def test_every_decode_rank_gets_its_tokens_and_heads(spec: ModelSpec, shape: Sha
         receiver.landing.close()
 
 
-def check_pool(receiver: Receiver, k: Tensor, v: Tensor) -> None:
+def check_pool(receiver: Receiver, k: Tensor, v: Tensor, kept_ht: Tensor | None) -> None:
     columns = slice(receiver.heads.start, receiver.heads.stop)
     for layer in range(LAYERS):
         seen = 0
+        if layer and kept_ht is not None:
+            check_kept(receiver, k[layer, :, columns], v[layer, :, columns], kept_ht[columns])
+            continue
         for run in receiver.pool.view(layer, RID):
             assert torch.equal(run.k_thd, k[layer, run.positions, columns])
             assert torch.equal(run.v_thd, v[layer, run.positions, columns])
             seen += len(run.positions)
         assert seen == sum(span.length for span in receiver.spans)
     receiver.pool.check_integrity()
+
+
+def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor) -> None:
+    """Layer 1 has of each head what it keeps of the rank's spans, in whichever order."""
+    mine = torch.zeros_like(kept_ht)
+    for span in receiver.spans:
+        mine[:, span.start : span.stop] = kept_ht[:, span.start : span.stop]
+    for head in range(len(receiver.heads)):
+        blocks = [
+            it for it in receiver.pool.blocks(1, RID) if it.heads.start <= head < it.heads.stop
+        ]
+        keys = [it.k_thd[:, head - it.heads.start] for it in blocks]
+        values = [it.v_thd[:, head - it.heads.start] for it in blocks]
+        assert rows_of(keys) == rows_of([k_thd[mine[head], head]])
+        assert rows_of(values) == rows_of([v_thd[mine[head], head]])
+
+
+def rows_of(tensors: list[Tensor]) -> list[list[float]]:
+    return sorted(row for tensor in tensors for row in tensor.tolist())
 
 
 # --- what goes wrong -----------------------------------------------------------------------
@@ -431,6 +497,23 @@ def test_wrong_kv_fails_its_request_and_nothing_of_it_lands(
         check_next_lands(bridge, receiver, spec)
 
 
+def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> None:
+    with pair(spec) as (bridge, receiver):
+        receiver.reservations[RID] = reservation(
+            (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=True
+        )
+        kept_ht = torch.ones(spec.kv_heads, 10, dtype=torch.bool)
+        kept_ht[0, :3] = False
+        rows = torch.ones(5, HEAD_DIM)
+        it = header(heads=range(spec.kv_heads), kept=5)
+        bridge.send_kept(0, it, KeptKv(kept_ht, rows, rows)).wait()
+        failed = receiver.report()
+        assert isinstance(failed, RequestFailed)
+        assert (failed.rid, failed.code) == (RID, "TransferError")
+        assert "a mask of" in failed.message
+        check_next_lands(bridge, receiver, spec)
+
+
 def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
     with pair(spec) as (bridge, receiver):
         for _ in range(2):
@@ -449,10 +532,30 @@ def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
 def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
     with pair(spec) as (bridge, receiver):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(KvHeader, "pack", lambda self: torch.zeros(9, dtype=torch.int64))
+            patch.setattr(KvHeader, "pack", lambda self: torch.zeros(10, dtype=torch.int64))
             sending = bridge.send(0, header(), torch.empty(0), torch.empty(0))
         assert isinstance(receiver.report(), TransferError)
         del sending  # never to be received; dropped earlier, it would never be sent
+
+
+@pytest.mark.parametrize(
+    "fails", ["csps.actors.bridge.torch.empty_like", "csps.actors.kv_pool.KvPool.write"]
+)
+def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails: str) -> None:
+    """Torch says with one class that memory ran out and that a peer is gone."""
+    out_of_memory = RuntimeError("out of memory")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise out_of_memory
+
+    it = header(heads=range(spec.kv_heads))
+    rows = torch.ones(it.span.length, spec.kv_heads, HEAD_DIM)
+    with pair(spec) as (bridge, receiver):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fails, fail)
+            sending = bridge.send(0, it, rows, rows)
+            assert receiver.report() is out_of_memory
+        del sending  # as above
 
 
 def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:
