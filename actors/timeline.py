@@ -17,6 +17,8 @@ Phase = Literal[
     "merge",
     "importance",
     "linear",
+    "mlp",
+    "last rows",
     "all-gather",
     "reduce-scatter",
     "importance exchange",

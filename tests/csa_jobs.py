@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -83,35 +84,85 @@ class CsaCase:
         ]
 
 
+@dataclass(frozen=True)
+class LayerResult:
+    """One layer of a case."""
+
+    out_thd: Tensor
+    """All rows' attention output."""
+    seen_gt: Tensor | None
+    """(KV heads, rows) bool: what decode is to see; None for everything."""
+
+
 def on_ranks(
-    world: RankWorld, case: CsaCase, clocks: dict[int, JobClock] | None = None
+    world: RankWorld,
+    case: CsaCase,
+    clocks: Mapping[int, JobClock] | None = None,
+    give_way: Callable[[int], None] = lambda rank: None,
 ) -> list[Tensor]:
     """Attention outputs (T, h, d) of each layer, computed by the members."""
+    return [layer.out_thd for layer in layers_on_ranks(world, case, clocks, give_way)]
+
+
+def layers_on_ranks(
+    world: RankWorld,
+    case: CsaCase,
+    clocks: Mapping[int, JobClock] | None = None,
+    give_way: Callable[[int], None] = lambda rank: None,
+) -> list[LayerResult]:
+    """Each layer, computed by the members.
+
+    Args:
+        give_way: called wherever a member, named by its rank, lets urgent jobs run.
+    """
     qkv = case.qkv()
 
-    def member(rank: int) -> list[Tensor]:
+    def member(rank: int) -> list[LayerResult]:
         clock = (clocks or {}).get(rank)
         rows = slice(case.bounds[rank], case.bounds[rank + 1])
-        with Csa(
-            world.group(case.job, rank, clock), case.schedule, heads=case.heads, scale=SCALE
-        ) as csa:
+        group = replace(world.group(case.job, rank, clock), give_way=partial(give_way, rank))
+        with Csa(group, case.schedule, heads=case.heads, scale=SCALE) as csa:
             return [
-                csa.attend(layer, *(x_thd[rows].contiguous() for x_thd in tensors))
+                _attend(csa, case, layer, *(x_thd[rows].contiguous() for x_thd in tensors))
                 for layer, tensors in enumerate(qkv)
             ]
 
     parts = world.each(case.members, member)
-    return [torch.cat(layer) for layer in zip(*parts, strict=True)]
+    return [_joined(layer) for layer in zip(*parts, strict=True)]
+
+
+def _attend(
+    csa: Csa, case: CsaCase, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor
+) -> LayerResult:
+    if not case.schedule.narrows(layer):
+        return LayerResult(csa.attend(layer, q_thd, k_thd, v_thd), None)
+    seen: list[Tensor] = []
+    out_thd = csa.attend(layer, q_thd, k_thd, v_thd, seen.append)
+    (seen_gt,) = seen
+    return LayerResult(out_thd, seen_gt)
+
+
+def _joined(parts: Sequence[LayerResult]) -> LayerResult:
+    """Members, or prompts, one after the other."""
+    seen = [part.seen_gt for part in parts if part.seen_gt is not None]
+    assert len(seen) in (0, len(parts)), "the members do not agree on what decode is to see"
+    out_thd = torch.cat([part.out_thd for part in parts])
+    return LayerResult(out_thd, torch.cat(seen, dim=1) if seen else None)
 
 
 def by_brute_force(case: CsaCase) -> list[Tensor]:
     """The same from the definition, prompt by prompt."""
+    return [layer.out_thd for layer in layers_by_brute_force(case)]
+
+
+def layers_by_brute_force(case: CsaCase) -> list[LayerResult]:
+    """The same from the definition, prompt by prompt."""
     prompts = [_prompt(case, rows) for rows in prompt_rows(case.lengths)]
-    return [torch.cat(layer) for layer in zip(*prompts, strict=True)]
+    return [_joined(layer) for layer in zip(*prompts, strict=True)]
 
 
-def _prompt(case: CsaCase, rows: slice) -> list[Tensor]:
-    outs, importance = [], None
+def _prompt(case: CsaCase, rows: slice) -> list[LayerResult]:
+    layers, importance = [], None
     for layer, tensors in enumerate(case.qkv()):
         q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in tensors)
         dense = dense_csa(case, layer, rows)
@@ -120,12 +171,23 @@ def _prompt(case: CsaCase, rows: slice) -> list[Tensor]:
             importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
         weights = dense.counts(importance)
         out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, SCALE)
-        outs.append(out_thd)
+        layers.append(LayerResult(out_thd, _seen(dense, importance)))
         if window:
             importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
         else:
             importance = dense.judged_by_all(q_thd, k_thd, lse_ht, weights, SCALE)
-    return outs
+    return layers
+
+
+def _seen(dense: DenseCsa, importance_gt: Tensor | None) -> Tensor:
+    """What decode sees if it sees kept tokens only: the last SPT, and what level 2 keeps."""
+    seen_gt = torch.zeros(dense.kv_heads, dense.tokens, dtype=torch.bool)
+    level = min(2, len(dense.segments))
+    for head in range(dense.kv_heads):
+        importance_t = None if importance_gt is None else importance_gt[head]
+        last = {t for t, owner in enumerate(dense.owners) if owner == dense.owners[-1]}
+        seen_gt[head, sorted(last | dense.kept(head, level, importance_t))] = True
+    return seen_gt
 
 
 def dense_csa(case: CsaCase, layer: int, rows: slice) -> DenseCsa:

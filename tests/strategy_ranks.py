@@ -101,7 +101,8 @@ class StrategyRanks:
         group = SpGroup(engine.mesh, engine.layout, job, member, clock)
         network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
 
-        def keep(index: int, k_thd: Tensor, v_thd: Tensor) -> None:
+        def keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
+            assert kept_ht is None, "decode was to see all"
             assert index == len(result.keys), "the layer's KV came twice, or another layer's"
             result.keys.append(k_thd)
             result.values.append(v_thd)

@@ -20,7 +20,7 @@ from torch import Tensor
 from csps.actors.csa.geometry import Part
 from csps.actors.csa.judge import LayerAttention, Tally
 from csps.actors.csa.kept_rows import KeptRows
-from csps.actors.csa.owned_level import OwnedLevel
+from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.routes import Parcel, SegmentRoutes
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup
@@ -44,7 +44,8 @@ class AllQueriesJudge:
 
     def finish(self, done: LayerAttention, transfers: Transfers) -> None:
         """See `Judge`."""
-        self._tallies = {part.index: self._near(done, part) for part in done.rows.parts.values()}
+        with transfers.timeline.phase("importance", layer=done.layer, level=1):
+            self._tallies = {it.index: self._near(done, it) for it in done.rows.parts.values()}
         for level in done.levels:
             self._observe_level(done, level, transfers)
 
@@ -68,10 +69,14 @@ class AllQueriesJudge:
         tally.seen_gt += tally.seen_gt.new_tensor(range(part.length, 0, -1))
         return tally
 
-    def _observe_level(self, done: LayerAttention, level: OwnedLevel, transfers: Transfers) -> None:
+    def _observe_level(
+        self, done: LayerAttention, level: LevelBuffers, transfers: Transfers
+    ) -> None:
         """What queries of other parts say at one level."""
         lses = self._exchange_lses(done, level, transfers)
-        sums = self._column_sums(done, level, lses)
+        number = level.routes.level
+        with transfers.timeline.phase("importance", layer=done.layer, level=number):
+            sums = self._column_sums(done, level, lses)
         self._exchange_sums(done, level, sums, transfers)
         for part in done.rows.parts.values():
             if part.index in level.routes.parts_of("keys"):
@@ -80,7 +85,7 @@ class AllQueriesJudge:
     # --- LSEs of kept queries, to the owners of their heads ------------------------------------
 
     def _exchange_lses(
-        self, done: LayerAttention, level: OwnedLevel, transfers: Transfers
+        self, done: LayerAttention, level: LevelBuffers, transfers: Transfers
     ) -> list[list[Tensor]]:
         """(n, h) like the level's query buffers, by micro-partition and block."""
         routes, group = level.routes, self._group
@@ -110,7 +115,7 @@ class AllQueriesJudge:
     # --- column sums, by the owners of the heads -----------------------------------------------
 
     def _column_sums(
-        self, done: LayerAttention, level: OwnedLevel, lses: list[list[Tensor]]
+        self, done: LayerAttention, level: LevelBuffers, lses: list[list[Tensor]]
     ) -> list[Tensor]:
         """(n, g) like the level's key buffers."""
         mine = level.routes.owner(self._group.member)
@@ -133,7 +138,7 @@ class AllQueriesJudge:
     # --- and back to the members whose keys they are -------------------------------------------
 
     def _exchange_sums(
-        self, done: LayerAttention, level: OwnedLevel, sums: list[Tensor], transfers: Transfers
+        self, done: LayerAttention, level: LevelBuffers, sums: list[Tensor], transfers: Transfers
     ) -> None:
         arriving: list[tuple[int, slice, Tensor]] = []
         sends, recvs = [], []

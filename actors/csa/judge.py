@@ -15,7 +15,7 @@ from torch import Tensor
 
 from csps.actors.csa.geometry import Part
 from csps.actors.csa.kept_rows import KeptRows
-from csps.actors.csa.owned_level import OwnedLevel
+from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.returns import Running
 from csps.actors.transfers import Transfers
 
@@ -27,13 +27,14 @@ class LayerAttention:
     layer: int
     rows: KeptRows
     running: Running
-    levels: tuple[OwnedLevel, ...]
+    levels: tuple[LevelBuffers, ...]
 
 
 class Judge(Protocol):
     """Watches each layer before one that drops, and then says what mattered there.
 
-    All members call all methods alike, in this order, so that messages match.
+    All members call all methods alike, in this order, so that messages match. What they compute is
+    phase `importance` of the layer watched.
     """
 
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:

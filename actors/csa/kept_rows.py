@@ -5,7 +5,7 @@ Shape suffixes: t own rows, n tokens of one parcel, h query heads, g KV heads, d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,21 +56,38 @@ class KeptRows:
         """Drop what is in no order of its part from now on."""
         self._orders = orders
 
-    def gather(self, kind: Kind, part: int, heads: slice, tokens: slice) -> Tensor:
-        """(n, h, d) queries or (n, g, 2d) keys and values, contiguous."""
+    def kept_gt(self, parts: Iterable[int]) -> Tensor:
+        """(g, t) bool: own rows without those that some parts drop at level 2, their nearest level
+        that drops."""
+        kept_gt = self.kv_tge.new_ones(self.kv_tge.shape[1::-1], dtype=torch.bool)
+        for part in parts:
+            for order in self._orders.get(part, ()):
+                of_part = kept_gt[order.heads, self.parts[part].rows]
+                of_part.zero_().scatter_(1, order.order_gk, True)
+        return kept_gt
+
+    def shape(self, kind: Kind, heads: slice, tokens: slice) -> tuple[int, int, int]:
+        """Of what `gather` writes."""
+        x_thd = self.q_thd if kind == "queries" else self.kv_tge
+        return _length(tokens), _length(heads), x_thd.shape[2]
+
+    def gather(self, kind: Kind, part: int, heads: slice, tokens: slice, out: Tensor) -> None:
+        """Write (n, h, d) queries or (n, g, 2d) keys and values into `out`, which is contiguous."""
         x_thd = self.q_thd if kind == "queries" else self.kv_tge
         order = self.order(kind, part, heads)
         if order is None:
             begin = self.parts[part].rows.start
-            return x_thd[begin + tokens.start : begin + tokens.stop, heads].contiguous()
+            out.copy_(x_thd[begin + tokens.start : begin + tokens.stop, heads])
+            return
         kv_heads = self.kv_heads(kind, heads)
         if kind == "queries" and heads.stop - heads.start < self._group * _length(kv_heads):
             rows_n = order.of(kv_heads, tokens)[0] + self.parts[part].rows.start
-            return x_thd[:, heads].index_select(0, rows_n)
-        flat_ng = self._flat_rows(part, order)[tokens, _relative(kv_heads, order.heads)]
+            torch.index_select(x_thd[:, heads], 0, rows_n, out=out)
+            return
+        rows_ng = self._flat_rows(part, order)[tokens, _relative(kv_heads, order.heads)]
         whole = x_thd.view(x_thd.shape[0] * self.kv_tge.shape[1], -1)
-        chosen = whole.index_select(0, flat_ng.reshape(-1))
-        return chosen.view(_length(tokens), _length(heads), x_thd.shape[2])
+        flat = out.view(rows_ng.numel(), whole.shape[1])
+        torch.index_select(whole, 0, rows_ng.reshape(-1), out=flat)
 
     def kept(self, part: int, block: Block, tokens: slice) -> Tensor | None:
         """(g, n) rows of the part that some query tokens are; None where they are the slice."""

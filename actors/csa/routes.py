@@ -6,9 +6,9 @@ that are seen. Both are cut into micro-partitions, and arrive as
 
     Q 0, KV 0, KV 1, …, KV M-1, Q 1, …, Q M-1
 
-so that the first queries are computed progressively while keys arrive, and every later
-micro-partition of queries is finished as soon as it is here. Cutting both alike, as the paper's
-figure does, would finish all queries only with the last keys.
+of which the first two travel together, so that the first queries are computed progressively while
+keys arrive, and every later micro-partition of queries is finished as soon as it is here. Cutting
+both alike, as the paper's figure does, would finish all queries only with the last keys.
 
 Everything here is derived from the plan alone, the same on every member: no sizes or indices are
 ever sent. Consolidation: what a member got for a nearer level is not sent again for a farther

@@ -36,7 +36,7 @@ class DropSchedule:
         last differ from those in the layers before (CSPS §3.2.4): neither drops anything.
         """
         levels = range(1, self.plan.levels + 1)
-        if layer in (0, self.layers - 1):
+        if self._is_exact(layer):
             return tuple((0.0,) * len(levels) for _ in self.kv_heads)
         group = self.plan.layer_group(layer)
         return tuple(
@@ -47,10 +47,20 @@ class DropSchedule:
         """Whether anything is dropped in a layer."""
         return any(ratio for ratios in self.head_ratios(layer) for ratio in ratios)
 
+    def narrows(self, layer: int) -> bool:
+        """Whether decode is to see what a layer kept, and no more; alike for the heads of every
+        rank, so that all KV of the layer travels in one way."""
+        if not self.plan.decode_kept_only or self._is_exact(layer):
+            return False
+        return any(any(ratios) for ratios in self.plan.layer_group(layer).drop_ratios)
+
     def micro_partitions(self, layer: int) -> tuple[int, ...]:
         """M of levels 1 .. N_v."""
         group = self.plan.layer_group(layer)
         return tuple(group.micro(level) for level in range(1, self.plan.levels + 1))
+
+    def _is_exact(self, layer: int) -> bool:
+        return layer in (0, self.layers - 1)
 
 
 def always_kept(plan: CsaPlan, piece: PrefillPiece, part: Part) -> tuple[range, range]:

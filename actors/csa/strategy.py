@@ -1,19 +1,20 @@
 """SP-NTP with communication-efficient sparse attention (CSPS §3.2.4, §3.2.5).
 
     q, k, v of own rows, all heads
-      --first all-to-all, level by level--> kept rows of the segment, own heads of the segment
+      --first all-to-all, near levels first--> kept rows of the segment, own heads of the segment
     attention level by level, progressively as rows arrive
       --second all-to-all, as micro-partitions are finished--> own rows, merged by LSE
 
 Level 1 is own rows only and needs nobody: its micro-partitions are computed wherever a member
-would otherwise wait, for the first all-to-all or for the last outputs.
+would otherwise wait, for the first all-to-all or for the last outputs. Between micro-partitions of
+any level urgent jobs may run that need nobody but this rank.
 
 With one level (N_v = 1) this is exact SP-NTP with pipelining.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -21,10 +22,12 @@ from types import TracebackType
 from torch import Tensor
 
 from csps.actors.csa.all_queries_judge import AllQueriesJudge
+from csps.actors.csa.first_exchange import FirstAllToAll
 from csps.actors.csa.geometry import LevelGeometry, Part, spanning_parts
 from csps.actors.csa.judge import Judge, LayerAttention
 from csps.actors.csa.kept import nested_order
 from csps.actors.csa.kept_rows import KeptOrder, KeptRows
+from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.own_rows import OwnRows, attend_own_levels
 from csps.actors.csa.owned_level import OwnedLevel
 from csps.actors.csa.returns import Returns
@@ -54,6 +57,8 @@ class Csa:
         parts = spanning_parts(group.job.pieces, group.job.bounds)
         self._geometry = LevelGeometry(parts=parts, levels=plan.segments(), nested=plan.nested)
         self._own = {part.index: part for part in parts if part.member == group.member}
+        self._behind = [part.index for part in self._own.values() if not self._is_last(part)]
+        """Own parts that others of their prompt follow."""
         self._own_starts = {part.rows.start for part in self._own.values()}
         self._judge = self._new_judge(parts)
         self._judged_at_once = plan.importance_layer == "same"
@@ -76,45 +81,71 @@ class Csa:
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
-        """See `Strategy`. The pool gets all KV, dropped tokens' included: decode attends exactly.
-        Whoever wants it to hold kept tokens only would narrow what `keep` is called with."""
+        """See `Strategy`. KV leaves before the layer chooses what to keep, unless decode is to see
+        only that."""
         with self._timeline.phase("qkv", layer=index):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-        keep(index, k_thd, v_thd)
-        out_thd = self.attend(index, q_thd, k_thd, v_thd)
+        if self._schedule.narrows(index):
+            keep_chosen = partial(keep, index, k_thd, v_thd)
+            out_thd = self.attend(index, q_thd, k_thd, v_thd, keep_chosen)
+        else:
+            keep(index, k_thd, v_thd)
+            out_thd = self.attend(index, q_thd, k_thd, v_thd)
         with self._timeline.phase("linear", layer=index):
             return layer.attention_output(x_td, out_thd)
 
-    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        keep_chosen: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """Attention output (t, h, d) of own rows, in q's dtype.
 
         Args:
             q_thd, k_thd, v_thd: own rows, all local heads, contiguous.
+            keep_chosen: told what decode is to see, (KV heads, t) bool, once that is chosen.
         """
         rows = KeptRows(
             q_thd, k_thd, v_thd, parts=self._own, drop_queries=self._schedule.plan.drop_queries
         )
         own = self._own_rows(layer, q_thd, k_thd, v_thd)
         with self._transfers.meanwhile(partial(self._attend_own, layer, own)):
+            if self._schedule.drops(layer):
+                self._choose(layer, rows)
+            if keep_chosen is not None:
+                keep_chosen(rows.kept_gt(self._behind))
             self._attend(layer, rows, own)
         return own.running.out_thd.to(q_thd.dtype)
 
     def _attend(self, layer: int, rows: KeptRows, own: OwnRows) -> None:
         """One layer; wherever it waits, own rows are attended to instead."""
-        if self._schedule.drops(layer):
-            self._choose(layer, rows)
         judging = not self._judged_at_once and self._schedule.drops(layer + 1)
         if judging:
             self._judge.begin(layer, rows, self._transfers)
-        levels = self._begin(layer, rows)
+        levels = self._levels(layer, rows)
+        arrivals = FirstAllToAll(
+            self._group,
+            rows,
+            levels,
+            self._transfers,
+            layer=layer,
+            consolidated=not self._schedule.plan.pipelined,
+        )
         if judging:
             self._judge.advance(layer, self._transfers)
-        self._attend_levels(layer, rows, own, levels)
+        self._attend_levels(layer, rows, own, levels, arrivals)
         if judging:
             done = LayerAttention(
                 layer=layer, rows=rows, running=own.running, levels=tuple(levels.values())
             )
             self._judge.finish(done, self._transfers)
+
+    def _is_last(self, part: Part) -> bool:
+        piece = self._group.job.pieces[part.piece]
+        return part.start + part.length == piece.start + piece.length
 
     # --- one layer -----------------------------------------------------------------------------
 
@@ -131,33 +162,39 @@ class Csa:
         )
 
     def _attend_own(self, layer: int, own: OwnRows) -> bool:
-        """One micro-partition of level 1, or false if there is none left."""
+        """One micro-partition of level 1, and then urgent jobs; false if there is none left. Never
+        called while waiting is counted, so that a job's time is counted once."""
         if not own.left:
             return False
         with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
             own.attend_next()
+        self._group.give_way()
         return True
 
-    def _begin(self, layer: int, rows: KeptRows) -> dict[int, OwnedLevel]:
-        """Every level's first all-to-all under way, near levels first."""
-        routes, levels = self._layer_routes(layer), {}
-        for number in routes.exchanged_levels:
-            segment = routes.segment(number, self._group.member)
-            level = OwnedLevel(self._group, segment, rows, layer=layer, scale=self._scale)
-            level.begin(self._transfers)
-            levels[number] = level
-        return levels
+    def _levels(self, layer: int, rows: KeptRows) -> dict[int, LevelBuffers]:
+        """Of the levels that are exchanged, by number, ascending."""
+        routes, member = self._layer_routes(layer), self._group.member
+        return {
+            number: LevelBuffers(routes.segment(number, member), member, rows)
+            for number in routes.exchanged_levels
+        }
 
     def _attend_levels(
-        self, layer: int, rows: KeptRows, own: OwnRows, levels: Mapping[int, OwnedLevel]
+        self,
+        layer: int,
+        rows: KeptRows,
+        own: OwnRows,
+        levels: Mapping[int, LevelBuffers],
+        arrivals: FirstAllToAll,
     ) -> None:
         """Levels ascending: compute what arrives, and send back what is finished. What is left of
         level 1 by then hides the way of the last outputs."""
         returns = Returns(self._group, rows, self._transfers, layer=layer)
         if not self._schedule.plan.pipelined:
             self._attend_rest(layer, own)
-        for level in levels.values():
-            for finished in level.compute(self._transfers, levels):
+        for buffers in levels.values():
+            level = OwnedLevel(self._group, buffers, layer=layer, scale=self._scale)
+            for finished in level.compute(arrivals, levels):
                 returns.send(finished)
         self._attend_rest(layer, own)
         if self._schedule.plan.nested:
@@ -175,12 +212,20 @@ class Csa:
         if self._judged_at_once:
             self._judge.begin(layer, rows, self._transfers)
             self._judge.advance(layer, self._transfers)
+        importance = {
+            index: self._judge.importance(part, self._transfers)
+            for index, part in self._own.items()
+        }
         with self._timeline.phase("select", layer=layer):
-            rows.keep({index: self._orders(layer, part) for index, part in self._own.items()})
+            rows.keep(
+                {
+                    index: self._orders(layer, part, importance[index])
+                    for index, part in self._own.items()
+                }
+            )
 
-    def _orders(self, layer: int, part: Part) -> tuple[KeptOrder, ...]:
+    def _orders(self, layer: int, part: Part, importance_gt: Tensor) -> tuple[KeptOrder, ...]:
         """The kept order of a part, by runs of KV heads that keep equally many."""
-        importance_gt = self._judge.importance(part, self._transfers)
         always = always_kept(self._schedule.plan, self._group.job.pieces[part.piece], part)
         counts = self._layer_routes(layer).counts.kept[part.index]
         bounds = [0, *self._layer_routes(layer).counts.boundaries(), self._kv_heads]
@@ -205,7 +250,7 @@ class Csa:
         return self._routes[ratios, cuts]
 
     def _micro_partitions(self, layer: int) -> tuple[int, ...]:
-        # Without overlap one exchange per level: cutting it would only add latency.
+        # Without overlap there is one exchange: cutting it would hide nothing.
         plan = self._schedule.plan
         return self._schedule.micro_partitions(layer) if plan.pipelined else (1,) * plan.levels
 

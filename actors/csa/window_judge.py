@@ -60,13 +60,14 @@ class WindowJudge:
             if (first := _first_row(group.job.pieces[part.piece], part, window)) < part.length
         }
         self._windows: list[_Window] = []
+        self._layer: int
         self._kv_tge: Tensor
         self._queries: Transfer
         self._lses: Transfer
 
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:
         """See `Judge`: windows to all who hold keys that they see."""
-        self._kv_tge = rows.kv_tge
+        self._layer, self._kv_tge = layer, rows.kv_tge
         self._windows = [self._window(index, rows.q_thd) for index in self._firsts]
         sends, recvs = [], []
         for window in self._windows:
@@ -82,15 +83,14 @@ class WindowJudge:
     def advance(self, layer: int, transfers: Transfers) -> None:
         """See `Judge`: LSEs over own keys to all others who hold keys."""
         transfers.wait(self._queries)
+        with transfers.timeline.phase("importance", layer=layer):
+            self._attend()
         sends, recvs = [], []
         for window in self._windows:
-            seen = list(self._seen_by(window))
-            holders = {part.member for part in seen}
-            if self._group.member not in holders:
-                continue
-            for part in seen:
-                window.lses_hn[part.index] = self._lse(window, part)
-                lse, home = window.lses_hn[part.index], self._group.peers[part.member]
+            holders = {self._parts[index].member for index in window.lses_hn}
+            for index, lse in window.lses_hn.items():
+                part = self._parts[index]
+                home = self._group.peers[part.member]
                 if part.member == self._group.member:
                     others = sorted(holders - {self._group.member})
                     sends += [(self._group.peers[member], lse) for member in others]
@@ -105,12 +105,21 @@ class WindowJudge:
     def importance(self, part: Part, transfers: Transfers) -> Tensor:
         """See `Judge`."""
         transfers.wait(self._lses)
-        k_tgd, _ = self._kv_tge[part.rows].chunk(2, dim=-1)
-        tally = Tally.empty(k_tgd.shape[1], part.length, like=self._accumulator)
+        with transfers.timeline.phase("importance", layer=self._layer):
+            k_tgd, _ = self._kv_tge[part.rows].chunk(2, dim=-1)
+            tally = Tally.empty(k_tgd.shape[1], part.length, like=self._accumulator)
+            for window in self._windows:
+                if window.part.piece == part.piece and window.part.index >= part.index:
+                    self._judge(window, part, k_tgd, tally)
+            return tally.mean_gt
+
+    def _attend(self) -> None:
+        """LSEs of the windows that see keys of own parts, and room for those of others."""
         for window in self._windows:
-            if window.part.piece == part.piece and window.part.index >= part.index:
-                self._judge(window, part, k_tgd, tally)
-        return tally.mean_gt
+            seen = list(self._seen_by(window))
+            if self._group.member in {part.member for part in seen}:
+                for part in seen:
+                    window.lses_hn[part.index] = self._lse(window, part)
 
     def _judge(self, window: _Window, part: Part, k_tgd: Tensor, tally: Tally) -> None:
         q_positions, k_positions = window.positions(part)

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from csa_jobs import SCALE, CsaCase, by_brute_force, cases, on_ranks, prompt_rows
+from csa_jobs import (
+    SCALE,
+    CsaCase,
+    by_brute_force,
+    cases,
+    layers_by_brute_force,
+    layers_on_ranks,
+    on_ranks,
+    prompt_rows,
+)
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, assume, given, settings
 from rank_world import RankWorld
@@ -45,6 +54,23 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], atol: float 
 @given(case=cases())
 def test_equals_the_definition(world: RankWorld, case: CsaCase) -> None:
     assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@several
+@given(case=cases())
+def test_decode_is_to_see_the_last_spt_and_what_level_2_keeps(
+    world: RankWorld, case: CsaCase
+) -> None:
+    """And what the job itself computes stays as it is, to the last bit."""
+    narrowed = case.with_plan(decode_kept_only=True)
+    got, want = layers_on_ranks(world, narrowed), layers_by_brute_force(narrowed)
+    for one, other, exact in zip(got, want, on_ranks(world, case), strict=True):
+        assert other.seen_gt is not None
+        assert torch.equal(one.out_thd, exact)
+        if one.seen_gt is None:
+            assert other.seen_gt.all()
+        else:
+            assert torch.equal(one.seen_gt, other.seen_gt)
 
 
 @several

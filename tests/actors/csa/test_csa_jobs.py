@@ -8,16 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import Cell, Request, even_shares, job_of, prompt_of
+from gang_cell import ANSWER_S, Cell, Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
+from tiny_checkpoints import make_checkpoint
 
+from csps.actors.csa.own_rows import OwnRows
 from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import PrefillDone
 
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 LAYERS = 4
-"""More than any tiny checkpoint has, so that plans reach all layers."""
+"""As many as any checkpoint here has, so that plans reach all layers."""
 
 
 def plan(members: int, *, levels: int, drop_ratio: float, micro: int = 2) -> CsaPlan:
@@ -59,10 +61,12 @@ async def test_tokens_are_transformers_when_nothing_is_dropped(
         cell.check_idle()
 
 
-async def test_dropping_leaves_the_kv_cache_whole(tiny_llama: Path) -> None:
+async def test_dropping_leaves_the_kv_cache_whole(tmp_path: Path) -> None:
     """Decode finds all tokens of the prompt, and gives all slots back."""
+    # Of the tiny one's two layers neither drops anything.
+    model = make_checkpoint(tmp_path, num_hidden_layers=LAYERS)
     request = Request(rid=1, prompt=prompt_of(80), shares=even_shares(80, [0, 1]))
-    async with thread_cell(tiny_llama, prefill=4, decode=2) as cell:
+    async with thread_cell(model, prefill=4, decode=2) as cell:
         await prefill(cell, [request], plan(4, levels=3, drop_ratio=0.5))
         (answer,) = await cell.answer(request)
         assert len(answer) == request.sampling.max_tokens
@@ -86,6 +90,51 @@ async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None
         await cell.freed(*range(4))
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
+
+
+class Doors:
+    """Before the second and before the third micro-partition of a layer's own rows."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.second, self.third = threading.Event(), threading.Event()
+        attend_next = OwnRows.attend_next
+
+        def held(own: OwnRows) -> None:
+            if own.done:
+                door = self.second if own.done == 1 else self.third
+                assert door.wait(ANSWER_S), "the door stayed closed"
+            attend_next(own)
+
+        patch.setattr(OwnRows, "attend_next", held)
+
+
+async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doors = Doors(monkeypatch)
+    lengths = (80, 5, 6)
+    long, *urgent = (
+        Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, [0]))
+        for rid, length in enumerate(lengths)
+    )
+    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
+        await prefill(cell, [long], plan(2, levels=2, drop_ratio=0.0, micro=3))
+        for rank, request in enumerate(urgent):
+            await cell.reserve(request)
+            cell.submit(job_of([request.piece()], [rank], urgent=True), request.prompt)
+        await cell.prefill.stats()  # all have arrived, and the long job is at the first door
+        doors.second.set()
+        await cell.until(lambda: all(cell.draws(request.rid) for request in urgent))
+        doors.third.set()
+        answers = await cell.answer(long, *urgent)
+        assert answers == [
+            greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in (long, *urgent)
+        ]
+        await cell.freed(*range(len(lengths)))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+        (job_id, *_) = cell.jobs
+        assert all(done.yielded_s > 0 for done in cell.about(PrefillDone, job_id=job_id))
 
 
 async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:

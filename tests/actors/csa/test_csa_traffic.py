@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
 import pytest
 from csa_jobs import DIM, CsaCase, on_ranks
 from rank_world import RankWorld
+from torch import Tensor
 
 from csps.actors.job_clock import JobClock
-from csps.actors.timeline import Timeline
-from csps.protocols.csa import CsaPlan, LayerGroup, Ratios
+from csps.actors.mesh import Exchange, Mesh, Tag
+from csps.actors.timeline import TRANSFERS, Timeline
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
 
 SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
 FP64 = 8
@@ -97,12 +106,90 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
             assert {("attention", layer, 1, micro) for micro in cuts} <= seen
             for level in (2, 3):
                 for micro in cuts:
-                    for phase in ("first all-to-all", "attention", "second all-to-all", "merge"):
+                    for phase in ("attention", "second all-to-all", "merge"):
                         assert (phase, layer, level, micro) in seen
+                    # Without overlap all levels are one exchange.
+                    sent = (level, micro) if pipelined else (None, None)
+                    assert ("first all-to-all", layer, *sent) in seen
+        assert ("importance", 0, None, None) in seen
         assert ("select", 1, None, None) in seen
         assert all(event.start_ns <= event.end_ns for event in clock.timeline.events)
         assert clock.exchange_s > 0
         assert (clock.hidden == 0) or pipelined
+
+
+def first_messages(
+    world: RankWorld, case: CsaCase, patch: pytest.MonkeyPatch
+) -> dict[int, list[Counter[int]]]:
+    """By sender, each exchange of the first all-to-alls: messages to each peer."""
+    exchanges: dict[int, list[Counter[int]]] = defaultdict(list)
+    start = Mesh.start_exchange
+
+    def counted(
+        mesh: Mesh,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: Tag,
+    ) -> Exchange:
+        if tag is Tag.FIRST_EXCHANGE:
+            messages = Counter(peer for peer, tensor in sends if tensor.numel())
+            exchanges[mesh.rank].append(messages)
+        return start(mesh, sends, recvs, tag)
+
+    patch.setattr(Mesh, "start_exchange", counted)
+    on_ranks(world, case)
+    return exchanges
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_an_exchange_is_one_message_per_destination(
+    world: RankWorld, monkeypatch: pytest.MonkeyPatch, pipelined: bool
+) -> None:
+    """Whatever levels, prompts and blocks of heads it consists of."""
+    case = two_servers(((0.0, 0.5, 0.5, 0.75), (0.5, 0.75, 0.75, 0.75)), micro=2)
+    case = replace(case.with_plan(pipelined=pipelined), lengths=(100, 156))
+    for exchanges in first_messages(world, case, monkeypatch).values():
+        assert all(count == 1 for messages in exchanges for count in messages.values())
+        # Pipelined, by level: the first queries with the first keys, other keys, other queries.
+        assert len(exchanges) == 2 * (2 * 3 if pipelined else 1)
+
+
+@pytest.mark.parametrize("window", [ALL_QUERIES, WINDOW])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_computing_is_in_one_phase_at_a_time(
+    world: RankWorld, pipelined: bool, window: int
+) -> None:
+    """So that sums over phases count nothing twice: neither another phase nor an urgent job."""
+    case = two_servers(((0.5,), (0.75,)), micro=3)
+    case = case.with_plan(pipelined=pipelined, importance_window=window)
+    clocks = {rank: _Watched(timeline=Timeline(on=True)) for rank in range(case.members)}
+    on_ranks(world, case, clocks, give_way=lambda rank: clocks[rank].give_way())
+    for clock in clocks.values():
+        computing = [e for e in clock.timeline.events if e.name not in TRANSFERS]
+        spans = sorted((e.start_ns, e.end_ns) for e in computing)
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        assert clock.given, "no urgent job could have run"
+        assert not any(begin < now < end for now in clock.given for begin, end in spans)
+        assert {e.layer for e in computing if e.name == "importance"} == {0}
+
+
+@dataclass
+class _Watched(JobClock):
+    """Notes when a member gave way; it must not while it counts its time as waiting."""
+
+    counting: int = 0
+    given: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.counting += 1
+        with super().waiting():
+            yield
+        self.counting -= 1
+
+    def give_way(self) -> None:
+        assert not self.counting
+        self.given.append(time.time_ns())
 
 
 def test_levels_and_second_all_to_alls_are_in_order(world: RankWorld) -> None:

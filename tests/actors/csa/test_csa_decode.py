@@ -1,0 +1,215 @@
+"""Decode that sees kept tokens only, on real gangs, against brute force over pairs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense_decode import DenseDecode
+from gang_cell import Request, even_bounds, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, thread_cell
+from tiny_checkpoints import make_checkpoint
+
+from csps.models.loading import load_network
+from csps.protocols.csa import CsaPlan, LayerGroup, Ratios, halving
+from csps.protocols.messages import RequestFailed, Sampling, TokenDrawn
+
+LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 8
+LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+LONG, SHORT = 90, 6
+"""The long prompt spans all members, the short one lies in the last."""
+SAMPLING = Sampling(temperature=0, max_tokens=5, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("deep"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2 * KV_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+    )
+
+
+def plan_of(
+    members: int, levels: int, ratios: Ratios | None = None, *, kept_only: bool = True
+) -> CsaPlan:
+    ratios = halving(0.6, levels) if ratios is None else ratios
+    return CsaPlan(
+        locations=LOCATIONS[:members],
+        levels=levels,
+        layer_groups=(LayerGroup(first=0, stop=LAYERS, drop_ratios=ratios),),
+        importance_window=16,
+        sinks=2,
+        tail=5,
+        decode_kept_only=kept_only,
+    )
+
+
+def requests_of(*lengths: int, instances: Sequence[int], kept_only: bool = True) -> list[Request]:
+    return [
+        Request(
+            rid=rid,
+            prompt=prompt_of(length, rid),
+            shares=even_shares(length, instances),
+            master=instances[-1],
+            sampling=SAMPLING,
+            kept_only=kept_only,
+        )
+        for rid, length in enumerate(lengths)
+    ]
+
+
+async def answers(cell: ThreadCell, requests: Sequence[Request], plan: CsaPlan) -> None:
+    for request in requests:
+        await cell.reserve(request)
+    pieces = [request.piece() for request in requests]
+    job = job_of(pieces, range(len(plan.locations)), strategy="csa", csa=plan)
+    cell.submit(job, np.concatenate([request.prompt for request in requests]))
+    await cell.answer(*requests)
+    await cell.freed(*(request.rid for request in requests))
+    await cell.prefilled(*cell.jobs)
+    cell.check_idle()
+
+
+def drawn_by_brute_force(
+    model: Path, plan: CsaPlan, requests: Sequence[Request], drawn: Sequence[Sequence[TokenDrawn]]
+) -> list[list[float]]:
+    """Log-probability of each token that was drawn, after the ones that were drawn before."""
+    network, begin, found = load_network(model), 0, []
+    lengths = [len(request.prompt) for request in requests]
+    bounds = even_bounds(sum(lengths), len(plan.locations))
+    owner = np.repeat(range(len(plan.locations)), np.diff(bounds)).tolist()
+    for request, tokens in zip(requests, drawn, strict=True):
+        end = begin + len(request.prompt)
+        dense = DenseDecode(network, plan, owner[begin:end])
+        begin = end
+        with torch.inference_mode():
+            rows = [dense.prefill(torch.from_numpy(request.prompt.astype(np.int64)))]
+            rows += [dense.step(it.token) for it in tokens[:-1]]
+        assert [int(row.argmax()) for row in rows] == [it.token for it in tokens]
+        found.append([float(row[it.token]) for row, it in zip(rows, tokens, strict=True)])
+    return found
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of both gangs."""
+
+    prefill: int
+    levels: int
+    decode: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
+
+
+SHAPES = [
+    Shape(1, 1),
+    Shape(2, 2),
+    Shape(3, 2, decode=2),
+    Shape(4, 3, decode=2),
+    Shape(2, 2, prefill_tp=2),
+    Shape(2, 2, decode_tp=2),
+    Shape(2, 2, decode=2, prefill_tp=2, decode_tp=4),
+]
+
+
+async def check(model: Path, shape: Shape, plan: CsaPlan, *, lengths: Sequence[int]) -> None:
+    requests = requests_of(*lengths, instances=range(shape.decode))
+    async with thread_cell(
+        model,
+        prefill=shape.prefill,
+        prefill_tp=shape.prefill_tp,
+        decode=shape.decode,
+        decode_tp=shape.decode_tp,
+    ) as cell:
+        await answers(cell, requests, plan)
+        drawn = [cell.draws(request.rid) for request in requests]
+    expected = drawn_by_brute_force(model, plan, requests, drawn)
+    for tokens, logprobs in zip(drawn, expected, strict=True):
+        assert [it.logprob for it in tokens] == pytest.approx(logprobs, abs=2e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+async def test_decode_sees_kept_tokens_and_no_others(model: Path, shape: Shape) -> None:
+    await check(model, shape, plan_of(shape.prefill, shape.levels), lengths=(LONG, SHORT))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_heads_that_keep_unequally_many(model: Path, tp: int) -> None:
+    """With two tensor-parallel ranks the first one's heads drop nothing, and the second's do."""
+    plan = plan_of(2, 2, ((0.0, 0.0, 0.5, 0.8),))
+    await check(model, Shape(2, 2, prefill_tp=tp), plan, lengths=(LONG, SHORT))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"importance_layer": "same"}, {"nested": True}, {"drop_queries": False}, {"pipelined": False}],
+    ids=str,
+)
+async def test_every_reading(model: Path, change: dict[str, Any]) -> None:
+    await check(model, Shape(4, 3), replace(plan_of(4, 3), **change), lengths=(LONG,))
+
+
+async def test_the_tests_would_notice_a_decode_that_sees_all(model: Path) -> None:
+    plan, (request,) = plan_of(2, 2, kept_only=False), requests_of(LONG, instances=[0])
+    async with thread_cell(model, prefill=2, decode=1) as cell:
+        await answers(cell, [request], plan)
+        drawn = cell.draws(request.rid)
+    (exact,) = drawn_by_brute_force(model, plan, [request], [drawn])
+    assert [it.logprob for it in drawn] == pytest.approx(exact, abs=2e-4)
+    dense = DenseDecode(load_network(model), replace(plan, decode_kept_only=True), _halves())
+    with torch.inference_mode():
+        dense.prefill(torch.from_numpy(request.prompt.astype(np.int64)))
+        narrowed = [float(dense.step(it.token)[after.token]) for it, after in pairwise(drawn)]
+    assert max(abs(a - b) for a, b in zip(narrowed, exact[1:], strict=True)) > 1e-2
+
+
+def _halves() -> list[int]:
+    return np.repeat([0, 1], LONG // 2).tolist()
+
+
+# --- what it saves ---------------------------------------------------------------------------
+
+
+async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
+    """Bytes over the bridge."""
+    requests = requests_of(LONG, instances=[0], kept_only=kept_only)
+    async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
+        await answers(cell, requests, plan)
+        bridges = [rank._prefill_loop._bridge for rank in cell.prefill_gang.ranks]
+        return sum(sum(bridge._mesh.bytes_sent) for bridge in bridges if bridge is not None)
+
+
+async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:
+    """Two of four layers drop; of two SPTs the first keeps two fifths, the last everything."""
+    vector, spt, header = 2 * HEAD_DIM * 4, LONG // 2, 10 * 8
+    whole = await sent_to_decode(model, plan_of(2, 2, kept_only=False), kept_only=False)
+    assert whole == LAYERS * (LONG * KV_HEADS * vector + 2 * header)
+    nothing_dropped = plan_of(2, 2, ((0.0,),))
+    assert await sent_to_decode(model, nothing_dropped, kept_only=True) == whole
+    kept = await sent_to_decode(model, plan_of(2, 2), kept_only=True)
+    dropped = 2 * KV_HEADS * (spt - 18)
+    masks = 2 * KV_HEADS * LONG
+    assert kept == whole - dropped * vector + masks
+
+
+async def test_a_request_that_is_to_have_all_tokens_takes_nothing_less(model: Path) -> None:
+    (request,) = requests_of(LONG, instances=[0], kept_only=False)
+    async with thread_cell(model, prefill=2, decode=1) as cell:
+        cell.failures_expected = True
+        await cell.reserve(request)
+        job = job_of([request.piece()], range(2), strategy="csa", csa=plan_of(2, 2))
+        cell.submit(job, request.prompt)
+        await cell.until(lambda: cell.about(RequestFailed, rid=request.rid))
+        assert {it.code for it in cell.about(RequestFailed)} == {"TransferError"}
+        cell.cancel(request.rid)
+        await cell.prefilled(*cell.jobs)
+        await cell.idle()

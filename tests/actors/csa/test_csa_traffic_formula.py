@@ -1,0 +1,117 @@
+"""The configurator's formula for sparse attention, against the bytes that the ranks count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from csa_jobs import DIM, CsaCase, cases, on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_world import RankWorld
+
+from csps.configurator.csa_traffic import csa_layer_traffic, csa_traffic
+from csps.configurator.shapes import AttentionShape
+from csps.configurator.traffic import Traffic
+from csps.protocols.csa import CsaPlan
+
+
+@st.composite
+def one_prompt(draw: st.DrawFn) -> CsaCase:
+    """What the formula is for: one prompt, of which every member has some."""
+    case = draw(cases())
+    lengths = draw(
+        st.lists(st.integers(4, 24), min_size=case.members, max_size=case.members), label="SPTs"
+    )
+    bounds = tuple(sum(lengths[:end]) for end in range(len(lengths) + 1))
+    return CsaCase(
+        plan=replace(case.plan, nested=False, importance_layer="previous"),
+        lengths=(bounds[-1],),
+        bounds=bounds,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        layers=case.layers,
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+
+
+def shape_of(case: CsaCase) -> AttentionShape:
+    return AttentionShape(
+        hidden=1,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=DIM,
+        layers=case.layers,
+        lse=4 // case.dtype.itemsize,
+    )
+
+
+def spts_of(case: CsaCase) -> list[int]:
+    return [stop - start for start, stop in pairwise(case.bounds)]
+
+
+def measured(world: RankWorld, case: CsaCase) -> Traffic:
+    """Of all layers but the last."""
+    before = [list(mesh.bytes_sent) for mesh in world.meshes]
+    on_ranks(world, case)
+    places = case.plan.topology.locations
+    total = Traffic()
+    for sender, (mesh, old) in enumerate(zip(world.meshes, before, strict=True)):
+        for receiver, (now, then) in enumerate(zip(mesh.bytes_sent, old, strict=True)):
+            if elements := (now - then) / case.dtype.itemsize:
+                here, there = places[sender], places[receiver]
+                near = (here.rack, here.server) == (there.rack, there.server)
+                total += Traffic(inside=elements) if near else Traffic(between=elements)
+    return total
+
+
+@settings(deadline=None, max_examples=20)
+@given(case=one_prompt())
+def test_counts_what_the_ranks_send(world: RankWorld, case: CsaCase) -> None:
+    shape, spts = shape_of(case), spts_of(case)
+    by_layer = [
+        csa_layer_traffic(shape, case.plan, tp=1, spts=spts, layer=layer)
+        for layer in range(case.layers - 1)
+    ]
+    total = sum(by_layer, Traffic())
+    assert total == measured(world, case)
+    mean = csa_traffic(shape, case.plan, tp=1, spts=spts) * len(by_layer)
+    assert (mean.inside, mean.between) == pytest.approx((total.inside, total.between))
+
+
+def two_by_two(drop_ratio: float = 0.0, levels: int = 3) -> CsaPlan:
+    places = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+    return CsaPlan.uniform(places, levels=levels, layers=4, drop_ratio=drop_ratio)
+
+
+SHAPE = AttentionShape(hidden=1, heads=8, kv_heads=4, head_dim=64, layers=4)
+SPTS = (1024,) * 4
+QUERIES, KEYS = 1024 * 8 * 64, 2 * 1024 * 4 * 64
+OUTPUTS = 1024 * 8 * 65
+
+
+def test_levels_halve_what_goes_between_two_servers() -> None:
+    """Three levels: keys one way, queries the other and outputs back. One: everything both ways."""
+    three = csa_layer_traffic(SHAPE, two_by_two(), tp=1, spts=SPTS, layer=0)
+    one = csa_layer_traffic(SHAPE, two_by_two(levels=1), tp=1, spts=SPTS, layer=0)
+    assert three.between == KEYS + QUERIES + OUTPUTS
+    assert one.between == 2 * three.between
+
+
+def test_a_ratio_is_seen_where_it_drops() -> None:
+    """p = 1/2 at level 2 keeps a quarter at level 3, besides sinks and tail; importance before."""
+    plan = two_by_two(0.5)
+    first, middle = (csa_layer_traffic(SHAPE, plan, tp=1, spts=SPTS, layer=i) for i in (0, 2))
+    window = plan.importance_window * SHAPE.heads
+    assert first.between == KEYS + QUERIES + OUTPUTS + window * (2 * 64 + 2 * 4)
+    assert middle.between == pytest.approx((KEYS + QUERIES + OUTPUTS) / 4, rel=0.01)
+
+
+def test_heads_split_over_ranks_send_as_much_and_sum_outputs() -> None:
+    """As long as no KV head has to go to two members."""
+    shape = replace(SHAPE, kv_heads=8)
+    whole, split = (csa_traffic(shape, two_by_two(0.5), tp=tp, spts=SPTS) for tp in (1, 2))
+    assert split.between == pytest.approx(whole.between)
+    assert split.inside == pytest.approx(whole.inside + 2 * sum(SPTS) * shape.hidden)

@@ -1,0 +1,140 @@
+"""SP-NTP with sparse attention through a whole model, against brute force over pairs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dense_csa import DenseCsa
+from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
+from tiny_checkpoints import make_checkpoint
+from torch import Tensor
+
+from csps.actors.csa.schedule import DropSchedule
+from csps.actors.csa.strategy import Csa
+from csps.actors.engine import Engine
+from csps.actors.strategies.group import SpGroup
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+
+LAYERS = 5
+KV_HEADS = 4
+LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+BOUNDS = (0, 20, 33, 60, 75)
+LONG, SHORT = 68, 7
+"""The long prompt spans all members, the short one lies in the last."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("sparse"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=KV_HEADS,
+        head_dim=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def gang(model: Path) -> Iterator[StrategyRanks]:
+    with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def parallel_gang(model: Path) -> Iterator[StrategyRanks]:
+    """Each instance of two tensor-parallel ranks, which have two KV heads each."""
+    with strategy_ranks(model, instances=4, tp=2) as ranks:
+        yield ranks
+
+
+def plan_of(levels: int, drop_ratio: float, window: int = 16, *, pipelined: bool = True) -> CsaPlan:
+    plan = CsaPlan.uniform(
+        LOCATIONS, levels=levels, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=3
+    )
+    return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)
+
+
+def ratios_per_head() -> CsaPlan:
+    """No two heads of one tensor-parallel rank keep equally many."""
+    ratios = tuple((0.0, near, 0.5, 0.75) for (near,) in halving(0.25, 3))
+    group = LayerGroup(first=0, stop=LAYERS, drop_ratios=ratios, micro_partitions=(2, 1, 2))
+    return replace(plan_of(3, 0.0), layer_groups=(group,))
+
+
+def oracle(plan: CsaPlan, layer: int) -> DenseCsa:
+    """The definition for one layer of the long prompt."""
+    group, drops = plan.layer_group(layer), layer not in (0, LAYERS - 1)
+    levels = range(1, plan.levels + 1)
+    return DenseCsa(
+        owners=[next(m for m in range(4) if t < BOUNDS[m + 1]) for t in range(LONG)],
+        segments=plan.segments(),
+        ratios=[
+            [group.drop_ratio(level, head) if drops else 0.0 for level in levels]
+            for head in range(KV_HEADS)
+        ],
+        sinks=plan.sinks,
+        tail=plan.tail,
+    )
+
+
+def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
+    """The long prompt's forward pass; kept sets are chosen by the layer before."""
+    judged: list[Tensor | None] = [None]
+
+    def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        dense, scale = oracle(plan, layer), q_thd.shape[2] ** -0.5
+        weights = dense.counts(judged[0])
+        out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, scale)
+        if plan.importance_window == ALL_QUERIES:
+            judged[0] = dense.judged_by_all(q_thd, k_thd, lse_ht, weights, scale)
+        else:
+            judged[0] = dense.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
+        return out_thd
+
+    with torch.inference_mode():
+        return dense_forward(gang.network, gang.prompt(0, LONG), attend)
+
+
+def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
+    """Residual stream and KV of every rank; returns the brute force's."""
+
+    def csa(group: SpGroup, engine: Engine) -> Csa:
+        schedule = DropSchedule(
+            plan=plan, layers=LAYERS, kv_heads=engine.kv_heads, total_kv_heads=KV_HEADS
+        )
+        return Csa(group, schedule, heads=engine.heads, scale=engine.spec.scale)
+
+    job = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
+    sparse, exact_short = brute_force(gang, plan), gang.forwards(job)[1]
+    gang.check(job, gang.run(job, csa), [sparse, exact_short])
+    return sparse
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("window", [ALL_QUERIES, 16])
+@pytest.mark.parametrize(("levels", "drop_ratio"), [(2, 0.5), (3, 0.4)])
+def test_every_layer_is_as_defined(
+    gang: StrategyRanks, levels: int, drop_ratio: float, window: int, pipelined: bool
+) -> None:
+    check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
+
+
+def test_nothing_dropped_is_exact(gang: StrategyRanks) -> None:
+    exact = gang.forwards(job_of(BOUNDS, [LONG, SHORT]))[0]
+    torch.testing.assert_close(check(gang, plan_of(3, 0.0)).x_td, exact.x_td)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_tensor_parallel_ranks_keep_what_their_own_heads_do(
+    parallel_gang: StrategyRanks, pipelined: bool
+) -> None:
+    plan = replace(ratios_per_head(), pipelined=pipelined)
+    sparse = check(parallel_gang, plan)
+    swapped = [tuple(reversed(ratios)) for ratios in plan.layer_groups[0].drop_ratios]
+    group = replace(plan.layer_groups[0], drop_ratios=tuple(swapped))
+    other = brute_force(parallel_gang, replace(plan, layer_groups=(group,)))
+    assert (sparse.x_td - other.x_td).abs().max() > 1e-3, "the test could not tell heads apart"

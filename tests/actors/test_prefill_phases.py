@@ -1,0 +1,60 @@
+"""A job's timeline accounts for every layer from QKV to MLP, and for the last one's few rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_threads import thread_cell
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from csps.actors import prefill
+from csps.actors.timeline_export import LAYER, PHASE
+
+TIMELINE = {
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "tracestate": "csps=timeline",
+}
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Spans of this test, with an SDK of its own."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.mark.parametrize(("tp", "blocks"), [(1, 3), (2, 1)])
+async def test_mlp_and_last_rows(
+    tiny_llama: Path,
+    exported: InMemorySpanExporter,
+    monkeypatch: pytest.MonkeyPatch,
+    tp: int,
+    blocks: int,
+) -> None:
+    """The MLP in blocks of rows, but where ranks sum their parts."""
+    monkeypatch.setattr(prefill, "MLP_ROWS", 10)
+    request = Request(rid=1, prompt=prompt_of(30), shares=even_shares(30, [0]))
+    async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:
+        await cell.reserve(request)
+        cell.submit(job_of([request.piece()], [0], trace=TIMELINE), request.prompt)
+        await cell.answer(request)
+        await cell.freed(1)
+    phases = Counter(
+        (it.attributes[PHASE], it.attributes[LAYER])
+        for it in exported.get_finished_spans()
+        if it.attributes and LAYER in it.attributes
+    )
+    per_rank = {key: count / tp for key, count in phases.items()}
+    once = {(phase, 0): 1 for phase in ("qkv", "attention", "linear")}
+    assert per_rank == {**once, ("mlp", 0): blocks, ("qkv", 1): 1, ("last rows", 1): 1}
