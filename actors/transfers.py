@@ -1,27 +1,33 @@
 """Exchanges that go on while a rank computes, and how much of their time computing hid.
 
-gloo moves data in threads of its own but does not say when it is done: only waiting tells. So two
-threads wait, one for what arrives and one for what leaves, each in the order in which the
-exchanges were begun, and note the time; whoever needs the data waits for them.
+gloo moves data in threads of its own but does not say when it is done: only waiting tells. So
+threads wait, one for what leaves and one for what arrives with each tag, each in the order in which
+the exchanges were begun, and note the time; whoever needs the data waits for them. One thread for
+all arrivals would notice what is to be passed on only when all that was begun before it is here.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from csps.actors.collectives.background import Background, Task
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh, Pending, Tag
 from csps.actors.timeline import Event, Phase, Timeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +65,18 @@ class Transfers:
     def __init__(self, mesh: Mesh, clock: JobClock, *, overlap: bool = True) -> None:
         self._mesh = mesh
         self._clock = clock
-        self._overlap = overlap
+        self.overlap = overlap
+        """Whether exchanges go on beside computing; without, `start` returns when all is over."""
         self._under_way: list[Transfer] = []
+        self._together: list[Transfer] | None = None
         self._work: Callable[[], bool] | None = None
-        self._arrivals: _Line
-        self._departures: _Line
+        self._backgrounds: dict[str, Background] = {}
+        self._on_cuda = _InOrder() if mesh.on_cuda else None
+        self._lines: dict[Tag | None, _Line] = {}
+        """By tag for what arrives; None is what leaves."""
+        self._making_line = threading.Lock()
 
     def __enter__(self) -> Transfers:
-        on_cuda = self._mesh.on_cuda
-        self._arrivals = _InOrder() if on_cuda else _Waiter("arrivals")
-        self._departures = _InOrder() if on_cuda else _Waiter("departures")
         return self
 
     def __exit__(
@@ -81,8 +89,10 @@ class Transfers:
             if kind is None:
                 self._finish()
         finally:
-            self._arrivals.close()
-            self._departures.close()
+            for background in self._backgrounds.values():
+                background.close()
+            for line in self._lines.values():
+                line.close()
 
     @property
     def timeline(self) -> Timeline:
@@ -95,26 +105,60 @@ class Transfers:
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
         label: Label,
+        *,
+        background: bool = False,
     ) -> Transfer:
-        """Begin an exchange, see `Mesh.start_exchange`; without overlap, also finish it."""
+        """Begin an exchange, see `Mesh.start_exchange`; without overlap, also finish it.
+
+        Args:
+            background: a `background` task is the caller: it never waits for the exchange, and its
+                time is not the computing thread's.
+        """
         begun_ns = time.time_ns()
         # gloo begins to write on the caller's thread: that time is not hidden.
-        with self._clock.waiting():
+        with nullcontext() if background else self._standing_still():
             begun = self._mesh.start_exchange(sends, recvs, tag)
-        received, sent = self._arrivals.add(begun.received), self._departures.add(begun.sent)
+        received, sent = self._line(tag).add(begun.received), self._line(None).add(begun.sent)
         transfer = Transfer(label, begun_ns, received, sent)
         self._under_way.append(transfer)
-        if not self._overlap:
-            with self._clock.communicating(), self._noted_wait(label):
-                received.result()
-                sent.result()
+        if self._together is not None:
+            self._together.append(transfer)
+        elif not (self.overlap or background):
+            self._finish_one(transfer)
         return transfer
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Without overlap, exchanges begun inside are one collective: they are under way together,
+        and waited for at the end. With overlap nobody waits."""
+        self._together = None if self.overlap else []
+        try:
+            yield
+            for transfer in self._together or ():
+                self._finish_one(transfer)
+        finally:
+            self._together = None
+
+    def background(self, name: str, device: torch.device) -> Background:
+        """The job's line of tasks of this name, which may `start` exchanges."""
+        if name not in self._backgrounds:
+            self._backgrounds[name] = Background(device, name)
+        return self._backgrounds[name]
+
+    def join(self, task: Task[T], label: Label) -> T:
+        """What a background task returned, once it has; raises what it raised."""
+        if task.ready:
+            return task.result()
+        with self._clock.waiting(), self._noted_wait(label):
+            return task.result()
 
     @contextmanager
     def meanwhile(self, work: Callable[[], bool]) -> Iterator[None]:
         """Inside, `wait` does a share of this work rather than nothing, for as long as `work`
-        returns true; without overlap it does not."""
-        self._work = work if self._overlap else None
+        returns true; without overlap it does not. On CUDA each `wait` does one share: nothing has
+        ever arrived when the host asks, which is far ahead of the device, and the first to wait
+        would take all the work and leave none for the others."""
+        self._work = work if self.overlap else None
         try:
             yield
         finally:
@@ -123,8 +167,24 @@ class Transfers:
     def wait(self, transfer: Transfer) -> None:
         """Block until everything has arrived; raises RuntimeError when a peer died."""
         while self._work is not None and not transfer.received.done() and self._work():
-            pass
+            if self._on_cuda is not None:
+                break
         self._wait(transfer, transfer.received)
+        self._let_go(transfer)
+
+    def _finish_one(self, transfer: Transfer) -> None:
+        with self._standing_still(), self._noted_wait(transfer.label):
+            transfer.received.result()
+            transfer.sent.result()
+        self._let_go(transfer)
+
+    def _let_go(self, transfer: Transfer) -> None:
+        if self._on_cuda is not None:
+            self._on_cuda.let_go(transfer.sent)
+
+    def _standing_still(self) -> AbstractContextManager[None]:
+        """With overlap, `_finish` counts how long exchanges went on."""
+        return self._clock.waiting() if self.overlap else self._clock.communicating()
 
     def _wait(self, transfer: Transfer, *futures: Future[int]) -> None:
         if all(future.done() for future in futures):
@@ -135,15 +195,24 @@ class Transfers:
             for future in futures:
                 future.result()
 
+    def _line(self, tag: Tag | None) -> _Line:
+        if self._on_cuda is not None:
+            return self._on_cuda
+        with self._making_line:
+            if tag not in self._lines:
+                self._lines[tag] = _Waiter("departures" if tag is None else "arrivals")
+            return self._lines[tag]
+
     def _noted_wait(self, label: Label) -> AbstractContextManager[None]:
         return self.timeline.phase("wait", layer=label.layer, level=label.level, micro=label.micro)
 
     def _finish(self) -> None:
         for transfer in self._under_way:
             self._wait(transfer, transfer.received, transfer.sent)
-        if self._mesh.on_cuda:
+            self._let_go(transfer)
+        if self._on_cuda is not None:
             return
-        if self._overlap:
+        if self.overlap:
             self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
         for transfer in self._under_way:
             begin, end = transfer.span_ns
@@ -160,24 +229,43 @@ class _Line(Protocol):
 
 
 class _InOrder:
-    """Waits at once: on CUDA that holds up the stream, in the order of the calls."""
+    """On CUDA waiting holds up the stream that is current, and not the host.
+
+    Tensors under way stay alive until the computing stream, to whose memory they belong, has waited
+    for their exchange. Of what is only sent nobody waits for the end; but NCCL works in the order
+    of the calls, so a stream that waited for one exchange waits no longer for those before it.
+    """
+
+    def __init__(self) -> None:
+        self._alive: deque[_StreamWait] = deque()
 
     def add(self, pending: Pending) -> Future[int]:
-        return _LazyWait(pending)
+        wait = _StreamWait(pending)
+        self._alive.append(wait)
+        return wait
+
+    def let_go(self, last: Future[int]) -> None:
+        """Give back what was under way until `last`, for which the computing stream waits."""
+        if last not in self._alive:
+            return
+        ended = None
+        while ended is not last:
+            ended = self._alive.popleft()
+            ended.pending.wait()
 
     def close(self) -> None:
-        pass
+        """Nothing stands behind it."""
 
 
-class _LazyWait(Future[int]):
-    """Waits when asked for its result."""
+class _StreamWait(Future[int]):
+    """The current stream waits when asked for its result, every stream that asks."""
 
     def __init__(self, pending: Pending) -> None:
         super().__init__()
-        self._pending = pending
+        self.pending = pending
 
     def result(self, timeout: float | None = None) -> int:
-        self._pending.wait()
+        self.pending.hold_up()
         return 0
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """One line of tasks."""
+    """One line of tasks; meant to last for a job, as a thread or a stream stands behind it."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -50,16 +50,36 @@ class Background:
 
 
 class Task(Generic[T]):
-    """A task under way."""
+    """A task under way.
 
-    def __init__(self, future: Future[T], done: torch.cuda.Event | None = None) -> None:
+    On CUDA it must be asked for its `result`: until then it keeps what it was made of. To the
+    allocator, memory belongs to the stream on which it was allocated, here the caller's; given
+    back before that stream waits for the task's, it would be written anew while the task has yet to
+    read it. (`Tensor.record_stream` would do as well, but then memory comes back only when the host
+    next finds an event complete, which for a host that runs ahead of its device is late.)
+    """
+
+    def __init__(
+        self,
+        future: Future[T],
+        *,
+        done: torch.cuda.Event | None = None,
+        made_of: Callable[[], T] | None = None,
+    ) -> None:
         self._future = future
         self._done = done
+        self._made_of = made_of
+
+    @property
+    def ready(self) -> bool:
+        """Whether nobody has to wait for `result`; never known on CUDA."""
+        return self._done is None and self._future.done()
 
     def result(self) -> T:
         """What the task returned; raises what it raised. On CUDA the caller's stream waits."""
         if self._done is not None:
             self._done.wait()
+            self._made_of = None
         return self._future.result()
 
 
@@ -68,6 +88,7 @@ def _work(line: SimpleQueue[Callable[[], None] | None]) -> None:
     with torch.inference_mode():
         while (task := line.get()) is not None:
             task()
+            del task  # or its tensors would stay until the next one comes
 
 
 def _settle(future: Future[T], task: Callable[[], T]) -> None:
@@ -79,9 +100,11 @@ def _settle(future: Future[T], task: Callable[[], T]) -> None:
 
 def _launched(task: Callable[[], T], stream: torch.cuda.Stream) -> Task[T]:
     future: Future[T] = Future()
+    # Not only for the task's inputs: what earlier tasks returned was allocated on this stream, and
+    # may have been given back while the caller's stream has yet to read it.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         _settle(future, task)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(stream)
-    return Task(future, done)
+    return Task(future, done=done, made_of=task)

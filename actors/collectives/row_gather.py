@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 
 from torch import Tensor
 
-from csps.actors.collectives.background import Background, Task
+from csps.actors.collectives.background import Task
 from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.collectives.row_stream import RowStream
 from csps.actors.mesh import Tag
-from csps.actors.transfers import Label, Transfer, Transfers
+from csps.actors.transfers import Transfer, Transfers
 
 
-class RowGather:
+class RowGather(RowStream):
     """Rows on their way to all who compute with them.
 
-    Everything is under way from the start, nearby members' rows first. `wait` in any order, best
-    from near to far; the context ends when this member has passed on what others get from it.
+    Everything is under way from the start, nearby members' rows first, and without overlap it has
+    arrived when the constructor returns. `wait` in any order, best from near to far.
 
     Shapes: t rows that this member holds, T rows of the batch, d columns.
     """
@@ -32,33 +32,16 @@ class RowGather:
         *,
         layer: int | None = None,
     ) -> None:
-        self._shards = shards
-        self._member = shards.member
-        self._transfers = transfers
-        self._layer = layer
+        super().__init__(shards, transfers, phase="all-gather", layer=layer)
         self.rows_td = held_td.new_empty(shards.total_rows, held_td.shape[1])
         """All rows; undefined where no `wait` has returned."""
         self.rows_td[shards.held] = held_td
-        self._arrivals: dict[RowPart, Transfer] = {}
         self._relays: dict[RowPart, Task[None]] = {}
-        self._background = Background(held_td.device, "row-relay")
-        self._start(parts)
-
-    def __enter__(self) -> RowGather:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                for relay in self._relays.values():
-                    relay.result()
-        finally:
-            self._background.close()
+        self._line = transfers.background("row relays", held_td.device)
+        with transfers.as_one():
+            self._start(parts)
+            if not transfers.overlap:
+                self._finish()
 
     def wait(self, part: RowPart) -> None:
         """Until the part's rows are in `rows_td`; returns at once for rows held from the start.
@@ -68,8 +51,10 @@ class RowGather:
         """
         if part in self._arrivals:
             self._transfers.wait(self._arrivals[part])
-        if part in self._relays:
-            self._relays[part].result()
+
+    def _finish(self) -> None:
+        for part, relay in self._relays.items():
+            self._transfers.join(relay, self._label(part))
 
     def _start(self, parts: Sequence[RowPart]) -> None:
         # In the same order on every rank, as NCCL demands. First parts of all owners before any
@@ -101,24 +86,23 @@ class RowGather:
         if parent is not None and parent != part.owner:
             self._arrivals[part] = self._receive(part, parent, Tag.RELAYED_ROWS)
         elif parent is not None and children:
-            self._relays[part] = self._background.submit(partial(self._relay, part, children))
+            self._relays[part] = self._line.submit(partial(self._relay, part, children))
 
     def _relay(self, part: RowPart, children: Sequence[int]) -> None:
         self._arrivals[part].received.result()
-        self._send(part, children, Tag.RELAYED_ROWS)
+        self._send(part, children, Tag.RELAYED_ROWS, background=True)
 
-    def _send(self, part: RowPart, members: Sequence[int], tag: Tag) -> None:
+    def _send(
+        self, part: RowPart, members: Sequence[int], tag: Tag, *, background: bool = False
+    ) -> None:
         rows_td, ranks = self.rows_td[part.rows], self._shards.ranks
         if members:
             sends = [(ranks[member], rows_td) for member in members]
-            self._transfers.start(sends, [], tag, self._label(part))
+            self._transfers.start(sends, [], tag, self._label(part), background=background)
 
     def _receive(self, part: RowPart, member: int, tag: Tag) -> Transfer:
         source = (self._shards.ranks[member], self.rows_td[part.rows])
         return self._transfers.start([], [source], tag, self._label(part))
-
-    def _label(self, part: RowPart) -> Label:
-        return Label(phase="all-gather", layer=self._layer, micro=part.index)
 
 
 def all_gather(shards: RowShards, held_td: Tensor, transfers: Transfers) -> Tensor:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from csps.actors.collectives.background import Background, Task
+from csps.actors.collectives.background import Task
 from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.collectives.row_stream import RowStream
 from csps.actors.mesh import Tag
-from csps.actors.transfers import Label, Transfer, Transfers
+from csps.actors.transfers import Transfer, Transfers
 
 
-class RowReduce:
+class RowReduce(RowStream):
     """Contributions of all who computed with the rows, on their way to the rows' owners.
 
     Every taker adds its contribution to every part once, all in the same order of parts; what it
-    adds travels beside its further computing. Sums are formed in a fixed order of members and in
-    fp32 at least, so a result does not depend on who came first.
+    adds travels beside its further computing, or, without overlap, when it is asked for its result.
+    Sums are formed in a fixed order of members and in fp32 at least, so a result does not depend on
+    who came first.
 
     Shapes: t rows that this member owns, d columns.
     """
@@ -34,42 +35,24 @@ class RowReduce:
         *,
         layer: int | None = None,
     ) -> None:
-        self._shards = shards
-        self._member = shards.member
+        super().__init__(shards, transfers, phase="reduce-scatter", layer=layer)
         self._like_d = like_d
-        self._transfers = transfers
-        self._layer = layer
-        self._arrivals: dict[RowPart, Transfer] = {}
         self._sums: dict[RowPart, Task[Tensor]] = {}
         self._forwards: dict[RowPart, Task[None]] = {}
-        self._background = Background(like_d.device, "row-sum")
+        # Two lines, or a gate would hold others' sums back until its own rows' have come from afar.
+        self._sum_line = transfers.background("row sums", like_d.device)
+        self._forward_line = transfers.background("row forwards", like_d.device)
+        self._kept_back: list[tuple[RowPart, Tensor | None]] = []
         if self._member not in shards.takers:
-            for part in parts:
-                if part.owner == self._member:
-                    self._collect(part, None)
-
-    def __enter__(self) -> RowReduce:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            self._background.close()
+            # Not now: what such a member has yet to send, others want before they contribute.
+            self._kept_back += [(part, None) for part in parts if part.owner == self._member]
 
     def add(self, part: RowPart, contribution_td: Tensor) -> None:
         """Contribute to a part's rows; the tensor must not change afterwards."""
-        tree = self._shards.reduce_trees[part.owner]
-        if part.owner == self._member or tree.children_of(self._member):
-            self._collect(part, contribution_td)
+        if self._transfers.overlap:
+            self._begin(part, contribution_td)
         else:
-            self._send_up(part, contribution_td)
+            self._kept_back.append((part, contribution_td))
 
     def result(self) -> Tensor:
         """Own rows' sums (t, d), once every taker has added to all of them.
@@ -77,43 +60,54 @@ class RowReduce:
         Raises:
             RuntimeError: a peer died.
         """
-        sums = []
-        for part in sorted(self._sums, key=lambda part: part.start):
-            self._transfers.wait(self._arrivals[part])
-            sums.append(self._sums[part].result())
+        with self._transfers.as_one():
+            for part, contribution_td in self._kept_back:
+                self._begin(part, contribution_td)
+            self._kept_back.clear()
+            if not self._transfers.overlap:
+                self._finish()
+        sums = [self._sum_of(part) for part in sorted(self._sums, key=lambda part: part.start)]
         return torch.cat(sums) if sums else self._like_d.new_empty(0, len(self._like_d))
+
+    def _sum_of(self, part: RowPart) -> Tensor:
+        self._transfers.wait(self._arrivals[part])
+        return self._transfers.join(self._sums[part], self._label(part))
+
+    def _begin(self, part: RowPart, contribution_td: Tensor | None) -> None:
+        tree = self._shards.reduce_trees[part.owner]
+        if part.owner == self._member or tree.children_of(self._member):
+            self._collect(part, contribution_td)
+        else:
+            assert contribution_td is not None, "who takes no rows has only its own to collect"
+            self._send_up(part, contribution_td)
 
     def _collect(self, part: RowPart, own_td: Tensor | None) -> None:
         """Sum what comes from behind this member; the owner keeps it, a gate passes it on."""
         children = self._shards.reduce_trees[part.owner].children_of(self._member)
         arriving = [self._like_d.new_empty(part.length, len(self._like_d)) for _ in children]
         sources = zip((self._shards.ranks[child] for child in children), arriving, strict=True)
-        label = self._label(part)
-        arrival = self._transfers.start([], list(sources), Tag.ROW_SUMS, label)
+        tag = _tag(part, self._member)
+        arrival = self._transfers.start([], list(sources), tag, self._label(part))
         terms = arriving if own_td is None else [own_td, *arriving]
         self._arrivals[part] = arrival
         if part.owner == self._member:
-            self._sums[part] = self._background.submit(partial(_sum_arrived, arrival, terms))
+            self._sums[part] = self._sum_line.submit(partial(_sum_arrived, arrival, terms))
         else:
             forward = partial(self._forward, part, arrival, terms)
-            self._forwards[part] = self._background.submit(forward)
+            self._forwards[part] = self._forward_line.submit(forward)
 
     def _finish(self) -> None:
-        """Until this member has passed on all that goes through it."""
         for part, forward in self._forwards.items():
             self._transfers.wait(self._arrivals[part])
-            forward.result()
+            self._transfers.join(forward, self._label(part))
 
     def _forward(self, part: RowPart, arrival: Transfer, terms: Sequence[Tensor]) -> None:
-        self._send_up(part, _sum_arrived(arrival, terms))
+        self._send_up(part, _sum_arrived(arrival, terms), background=True)
 
-    def _send_up(self, part: RowPart, sum_td: Tensor) -> None:
+    def _send_up(self, part: RowPart, sum_td: Tensor, *, background: bool = False) -> None:
         parent = self._shards.reduce_trees[part.owner].parents[self._member]
-        target = (self._shards.ranks[parent], sum_td)
-        self._transfers.start([target], [], Tag.ROW_SUMS, self._label(part))
-
-    def _label(self, part: RowPart) -> Label:
-        return Label(phase="reduce-scatter", layer=self._layer, micro=part.index)
+        target, tag = (self._shards.ranks[parent], sum_td), _tag(part, parent)
+        self._transfers.start([target], [], tag, self._label(part), background=background)
 
 
 def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transfers) -> Tensor:
@@ -127,12 +121,17 @@ def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transf
         return reduce.result()
 
 
+def _tag(part: RowPart, receiver: int) -> Tag:
+    """Apart, so that what a gate is to pass on is noticed while its own sums are yet to come."""
+    return Tag.ROW_SUMS if receiver == part.owner else Tag.SUMS_TO_RELAY
+
+
 def _sum_arrived(arrival: Transfer, terms: Sequence[Tensor]) -> Tensor:
     arrival.received.result()
     if len(terms) == 1:
         return terms[0]
     dtype = terms[0].dtype
-    total = terms[0].to(torch.promote_types(dtype, torch.float32), copy=True)
-    for term in terms[1:]:
+    total = terms[0].to(torch.promote_types(dtype, torch.float32)) + terms[1]
+    for term in terms[2:]:
         total += term
     return total.to(dtype)

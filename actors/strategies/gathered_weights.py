@@ -22,8 +22,6 @@ Shapes: t rows of the instance, s own shard of them, T rows of the batch.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 from torch import Tensor
 
@@ -37,16 +35,18 @@ from csps.actors.strategies.head_history import HeadHistory, HeadHolder, History
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.strategy import Keep
-from csps.actors.transfers import Label, Transfers
+from csps.actors.strategies.with_transfers import WithTransfers
+from csps.actors.transfers import Label
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.models.spec import kv_head_range
 
 
-class GatheredWeights:
+class GatheredWeights(WithTransfers):
     """Exact attention of one job; one object per job and rank, entered for the job's duration."""
 
     def __init__(self, group: SpGroup, engine: Engine) -> None:
+        super().__init__(group)
         self._group = group
         self._engine = engine
         everyone = [True] * group.size
@@ -58,20 +58,7 @@ class GatheredWeights:
             heads=spec.heads, kv_heads=spec.kv_heads, parts=len(self._shards.ranks)
         )
         self._history = HeadHistory(group, engine.pool, self._holders())
-        self._transfers = Transfers(group.mesh, group.clock)
         self._layers = GatheredLayers(engine, self._transfers)
-
-    def __enter__(self) -> GatheredWeights:
-        self._transfers.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._transfers.__exit__(kind, error, trace)
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
@@ -82,11 +69,15 @@ class GatheredWeights:
         # The last layer is computed by rows and wants no strategy: nothing to fetch for it.
         if index + 2 < self._engine.spec.layers:
             self._layers.prefetch(index + 1)
-        keep(index, *layer.keys_and_values(x_td, rotary))
-        own = self._own_rows()
-        q_shd, k_sgd, v_sgd = whole.qkv(x_td[own], rotary[own])
+        timeline, own = self._group.clock.timeline, self._own_rows()
+        with timeline.phase("qkv", layer=index):
+            own_kv = layer.keys_and_values(x_td, rotary)
+        keep(index, *own_kv)
+        with timeline.phase("qkv", layer=index):
+            q_shd, k_sgd, v_sgd = whole.qkv(x_td[own], rotary[own])
         out_shd = self._attend(index, q_shd, k_sgd, v_sgd, history)
-        x_sd = whole.attention_output(x_td[own], out_shd)
+        with timeline.phase("linear", layer=index):
+            x_sd = whole.attention_output(x_td[own], out_shd)
         return all_gather(instance_shards(self._group), x_sd, self._transfers)
 
     def _own_rows(self) -> slice:
@@ -116,11 +107,14 @@ class GatheredWeights:
             [HeadBlock(*run) for run in self._split.uniform_runs(member)],
             *rows.split_with_sizes((heads, kv_heads, kv_heads), dim=1),
             scale=self._engine.spec.scale,
+            withdrawn=self._group.withdrawn,
         )
         everything = 0, self._shards.total_rows
-        for piece, under_way in history.items():
-            attention.attend_history(piece, everything, *under_way.arrived(self._transfers))
-        attention.attend(everything, everything)
+        arrived = {piece: it.arrived(self._transfers) for piece, it in history.items()}
+        with self._group.clock.timeline.phase("attention", layer=index):
+            for piece, (k_ngd, v_ngd) in arrived.items():
+                attention.attend_history(piece, everything, k_ngd, v_ngd)
+            attention.attend(everything, everything)
         return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:

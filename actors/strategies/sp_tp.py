@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from types import TracebackType
 
 from torch import Tensor
 
@@ -39,7 +38,7 @@ from csps.actors.strategies.sp_tp_far_keys import FarKeys, FarParts
 from csps.actors.strategies.sp_tp_layer import SpTpLayer
 from csps.actors.strategies.sp_tp_schedule import Step, near_to_far, one_after_another
 from csps.actors.strategies.strategy import Keep
-from csps.actors.transfers import Transfers
+from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.models.spec import kv_head_range
@@ -47,17 +46,23 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import Span
 
 
-class SpTp:
+class SpTp(WithTransfers):
     """One object per job and rank, entered for the job's duration.
 
     Without a plan it is exact, not pipelined, and takes all members to share a server. The plan
     adds locations, pipelining, its first level's micro-partitions, and which far keys are left
     out; every query is computed, whatever the plan says of queries.
+
+    One thing is other than the plan has it: kept sets are those of a KV head as far as one member
+    has all of the head's queries. Where members share a KV head each judges by its own query heads,
+    and chooses for these. The keys are here anyway, so what several heads would keep together costs
+    no fewer bytes; and a choice in common would cost an exchange before each layer's attention.
     """
 
     def __init__(
         self, group: SpGroup, engine: Engine, plan: CsaPlan | None, *, hierarchical: bool = True
     ) -> None:
+        super().__init__(group, overlap=plan is not None and plan.pipelined)
         self._group = group
         self._engine = engine
         self._plan = plan
@@ -70,39 +75,31 @@ class SpTp:
             tree=server_tree if hierarchical else flat_tree,
         )
         self._history = HeadHistory(group, engine.pool, self._holders())
-        self._transfers = Transfers(group.mesh, group.clock)
         self._importance: Mapping[int, Tensor] = {}
         self._steps: dict[int, tuple[Step, ...]] = {}
-
-    def __enter__(self) -> SpTp:
-        self._transfers.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._transfers.__exit__(kind, error, trace)
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """See `Strategy`."""
+        timeline = self._group.clock.timeline
         parts = tuple(self._shards.parts(self._micro_partitions(index)))
         like_d = x_td.new_empty(x_td.shape[1])
         gather = RowGather(self._shards, x_td, parts, self._transfers, layer=index)
         reduce = RowReduce(self._shards, like_d, parts, self._transfers, layer=index)
         with gather, reduce:
             history = self._history.start(index, self._transfers)
-            keep(index, *layer.keys_and_values(x_td, rotary))
+            with timeline.phase("qkv", layer=index):
+                own_kv = layer.keys_and_values(x_td, rotary)
+            keep(index, *own_kv)
             if self._split.query_count(self._group.member):
                 work = self._layer(index, layer, gather.rows_td, history)
                 work.run(self._planned(index), gather, reduce, self._transfers)
                 self._importance = self._judged(index, work)
             sum_td = reduce.result()
-        return layer.add_output(x_td, self._instance_rows(sum_td))
+        sum_td = self._instance_rows(sum_td)
+        with timeline.phase("linear", layer=index):
+            return layer.add_output(x_td, sum_td)
 
     # --- one layer -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ they read, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,18 +44,25 @@ class RowAttention:
         *,
         scale: float,
         far_keys: FarKeys | None = None,
+        withdrawn: Set[int] = frozenset(),
     ) -> None:
+        """Nothing seen yet.
+
+        Args:
+            withdrawn: requests whose outputs stay zeros, whatever they are to attend to.
+        """
         self._begins = [0, *accumulate(piece.length for piece in pieces)]
         self._pieces = pieces
         self._blocks = blocks
         self.q_Thd, self.k_Tgd, self.v_Tgd = q_Thd, k_Tgd, v_Tgd
         self._scale = scale
         self._far_keys = far_keys
+        self._withdrawn = withdrawn
         self.out_Thd, self.lse_hT = nothing_seen(q_Thd)
 
     def attend(self, queries: tuple[int, int], keys: tuple[int, int]) -> None:
         """Rows [start, stop) to those of other rows that precede them in their piece."""
-        for index, _ in enumerate(self._pieces):
+        for index in filter(self._wanted, range(len(self._pieces))):
             own = self._clip(index, *queries)
             seen = self._clip(index, keys[0], min(keys[1], own.stop))
             if own and seen:
@@ -66,7 +73,7 @@ class RowAttention:
     ) -> None:
         """Those of the rows that belong to a piece to its history, all of which they see."""
         own = self._clip(index, *rows)
-        if own and len(k_ngd):
+        if own and len(k_ngd) and self._wanted(index):
             self._attend_all(own, k_ngd, v_ngd)
 
     def importance(self, index: int, window: int) -> Tensor:
@@ -91,6 +98,9 @@ class RowAttention:
             v_ngd = self.v_Tgd[columns, block.keys]
             _, lse_hn = attention(q_nhd, k_ngd, v_ngd, scale=self._scale, **positions)
         return importance(q_nhd, k_ngd, lse_hn, scale=self._scale, **positions)
+
+    def _wanted(self, index: int) -> bool:
+        return self._pieces[index].rid not in self._withdrawn
 
     def _clip(self, index: int, start: int, stop: int) -> range:
         return range(max(start, self._begins[index]), min(stop, self._begins[index + 1]))

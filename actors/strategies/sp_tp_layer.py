@@ -6,6 +6,7 @@ Shape suffixes: T rows of the batch, h own query heads, g the KV heads that they
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.head_history import HistoryUnderWay
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.sp_tp_far_keys import FarKeys
-from csps.actors.strategies.sp_tp_schedule import Attend, HandOn, Project, Step, Wait
+from csps.actors.strategies.sp_tp_schedule import Attend, HandOn, Place, Project, Step, Wait
+from csps.actors.timeline import Phase
 from csps.actors.transfers import Transfers
 from csps.models.network import Layer
 from csps.models.rope import Rotary
@@ -56,6 +58,8 @@ class SpTpLayer:
             *self._buffers(),
             scale=layer.spec.scale,
             far_keys=far_keys,
+            # What judges keys takes every query's attention to be known.
+            withdrawn=group.withdrawn if far_keys is None else frozenset(),
         )
 
     def run(
@@ -66,11 +70,12 @@ class SpTpLayer:
             match step:
                 case Wait(part):
                     gather.wait(part)
-                case Project(start, stop):
-                    self._project(start, stop)
-                    self._attend_history(start, stop, transfers)
-                case Attend(queries, keys):
-                    with self._timeline.phase("attention", layer=self._index):
+                case Project(start, stop, place):
+                    with self._phase("qkv", place):
+                        self._project(start, stop)
+                    self._attend_history(start, stop, transfers, place)
+                case Attend(queries, keys, place):
+                    with self._phase("attention", place):
                         self.attention.attend(queries, keys)
                 case HandOn(part):
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
@@ -84,15 +89,18 @@ class SpTpLayer:
         return q_Thd, k_Tgd, v_Tgd
 
     def _project(self, start: int, stop: int) -> None:
-        with self._timeline.phase("qkv", layer=self._index):
-            rows = slice(start, stop)
-            buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
-            computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
-            for buffer, part in zip(buffers, computed, strict=True):
-                buffer[rows] = part
+        rows = slice(start, stop)
+        buffers = self.attention.q_Thd, self.attention.k_Tgd, self.attention.v_Tgd
+        computed = self._layer.qkv(self._rows_td[rows], self._rotary[rows])
+        for buffer, part in zip(buffers, computed, strict=True):
+            buffer[rows] = part
 
-    def _attend_history(self, start: int, stop: int, transfers: Transfers) -> None:
+    def _attend_history(self, start: int, stop: int, transfers: Transfers, place: Place) -> None:
         for piece, under_way in self._history.items():
             if piece not in self._arrived:
                 self._arrived[piece] = under_way.arrived(transfers)
-            self.attention.attend_history(piece, (start, stop), *self._arrived[piece])
+            with self._phase("attention", place):
+                self.attention.attend_history(piece, (start, stop), *self._arrived[piece])
+
+    def _phase(self, name: Phase, place: Place) -> AbstractContextManager[None]:
+        return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)

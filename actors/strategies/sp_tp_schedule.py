@@ -16,10 +16,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from csps.actors.collectives.row_shards import RowPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a timeline says of a step; nothing where all rows are worked off at once."""
+
+    level: int | None = None
+    """Of the rows that the step is about the farthest: 1 own ones, 2 of the same server, 3 of the
+    same rack, 4 beyond."""
+    micro: int | None = None
+    """Micro-partition of its owner's rows."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,7 @@ class Project:
 
     start: int
     stop: int
+    place: Place = field(default=Place(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,7 @@ class Attend:
 
     queries: tuple[int, int]
     keys: tuple[int, int]
+    place: Place = field(default=Place(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -76,25 +89,27 @@ def near_to_far(parts: Sequence[RowPart], distances: Sequence[int]) -> Iterator[
     unseen = {part: {key for key in parts if key.start <= part.start} for part in parts}
     waiting_to_go = deque(parts)
 
-    def attend(part: RowPart, keys: Iterable[RowPart]) -> Iterator[Step]:
+    def attend(part: RowPart, keys: Iterable[RowPart], level: int) -> Iterator[Step]:
         new = sorted(unseen[part].intersection(keys), key=_start)
         unseen[part].difference_update(new)
         for start, stop in _joined(new):
-            yield Attend((part.start, part.stop), (start, stop))
+            place = Place(level=level, micro=part.index)
+            yield Attend((part.start, part.stop), (start, stop), place)
         while waiting_to_go and not unseen[waiting_to_go[0]]:
             yield HandOn(waiting_to_go.popleft())
 
     arrived: list[RowPart] = []
     by_distance = sorted(parts, key=lambda part: (distances[part.owner], part.start))
-    for _, stage in groupby(by_distance, key=lambda part: distances[part.owner]):
+    for distance, stage in groupby(by_distance, key=lambda part: distances[part.owner]):
         nearer, coming = sorted(arrived, key=_start), list(stage)
         for part in coming:
             yield Wait(part)
-            yield Project(part.start, part.stop)
+            place = Place(level=distance + 1, micro=part.index)
+            yield Project(part.start, part.stop, place)
             arrived.append(part)
-            yield from attend(part, arrived)
+            yield from attend(part, arrived, distance + 1)
         for part in nearer:
-            yield from attend(part, coming)
+            yield from attend(part, coming, distance + 1)
 
 
 def _start(part: RowPart) -> int:

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from strategy_ranks import StrategyRanks, job_of, strategy_ranks
-from tiny_checkpoints import make_checkpoint
+from strategy_gangs import Gangs, check_scattered_history, started_once
+from strategy_ranks import job_of
 
 from csps.actors.job_clock import JobClock
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.transfers import Transfers
-from csps.protocols.messages import KvShare, Span
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
-    "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
-    "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
-}
-
-Gangs = Callable[[str, int, int], StrategyRanks]
+MODELS = ("gqa", "mqa", "biased", "qk-norm")
+ATTENTION = ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm")
 
 
 @pytest.fixture(scope="module")
 def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    """Starts each gang once."""
-    started: dict[tuple[str, int, int], StrategyRanks] = {}
-    with ExitStack() as stack:
-
-        def gang(model: str, instances: int, tp: int) -> StrategyRanks:
-            key = model, instances, tp
-            if key not in started:
-                config = {"num_hidden_layers": 3, **MODELS[model]}
-                path = make_checkpoint(tmp_path_factory.mktemp(model), **config)
-                started[key] = stack.enter_context(strategy_ranks(path, instances=instances, tp=tp))
-            return started[key]
-
-        yield gang
+    with started_once(tmp_path_factory) as started:
+        yield started
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -65,9 +45,6 @@ def test_gathered_layers_are_the_whole_ones(gangs: Gangs, model: str, tp: int) -
                 assert actual is None or torch.equal(actual, expected), name
 
 
-ATTENTION = ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm")
-
-
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("instances", "tp"), [(1, 2), (2, 2), (1, 4), (2, 1)])
 def test_equals_one_member(gangs: Gangs, model: str, instances: int, tp: int) -> None:
@@ -84,17 +61,4 @@ def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
-    gang = gangs("gqa", 2, tp)
-    shares = [
-        KvShare(instance=1, span=Span(start=0, stop=7)),
-        KvShare(instance=0, span=Span(start=7, stop=19)),
-        KvShare(instance=1, span=Span(start=19, stop=20)),
-    ]
-    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], shares, []])
-    forwards = gang.forwards(job)
-    gang.hold_history(job, forwards)
-    try:
-        gang.check(job, gang.run(job, GatheredWeights), forwards)
-    finally:
-        for engine in gang.engines:
-            engine.pool.free_request(1)
+    check_scattered_history(gangs("gqa", 2, tp), GatheredWeights)

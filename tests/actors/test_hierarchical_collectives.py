@@ -91,8 +91,8 @@ def world() -> Iterator[RankWorld]:
         yield ranks
 
 
-def transfers(mesh: Mesh) -> Transfers:
-    return Transfers(mesh, JobClock())
+def transfers(mesh: Mesh, *, overlap: bool = True) -> Transfers:
+    return Transfers(mesh, JobClock(), overlap=overlap)
 
 
 def rows_of(case: Case) -> Tensor:
@@ -107,16 +107,21 @@ def contributions_of(case: Case) -> Tensor:
 
 
 @QUICK
-@given(case=cases(), tree=st.sampled_from((flat_tree, server_tree)), parts=st.integers(1, 3))
+@given(
+    case=cases(),
+    tree=st.sampled_from((flat_tree, server_tree)),
+    parts=st.integers(1, 3),
+    overlap=st.booleans(),
+)
 def test_gathered_rows_are_the_owners_bit_for_bit(
-    world: RankWorld, case: Case, tree: MakeTree, parts: int
+    world: RankWorld, case: Case, tree: MakeTree, parts: int, overlap: bool
 ) -> None:
     rows = rows_of(case)
 
     def gather(mesh: Mesh) -> Tensor:
         shards = case.shards(mesh, tree)
-        cut = tuple(shards.parts(parts))
-        with transfers(mesh) as line, RowGather(shards, rows[shards.held], cut, line) as stream:
+        cut, line = tuple(shards.parts(parts)), transfers(mesh, overlap=overlap)
+        with line, RowGather(shards, rows[shards.held], cut, line) as stream:
             if shards.member in case.takers:
                 for part in reversed(cut):
                     stream.wait(part)
@@ -129,18 +134,22 @@ def test_gathered_rows_are_the_owners_bit_for_bit(
 
 
 @QUICK
-@given(case=cases(), tree=st.sampled_from((flat_tree, server_tree)), parts=st.integers(1, 3))
+@given(
+    case=cases(),
+    tree=st.sampled_from((flat_tree, server_tree)),
+    parts=st.integers(1, 3),
+    overlap=st.booleans(),
+)
 def test_reduced_rows_are_the_sums_of_what_takers_gave(
-    world: RankWorld, case: Case, tree: MakeTree, parts: int
+    world: RankWorld, case: Case, tree: MakeTree, parts: int, overlap: bool
 ) -> None:
     given_mtd = contributions_of(case)
     expected = given_mtd[list(case.takers)].sum(0)
 
     def reduce(mesh: Mesh) -> Tensor:
         shards = case.shards(mesh, tree)
-        cut = tuple(shards.parts(parts))
-        like_d = torch.empty(WIDTH)
-        with transfers(mesh) as line, RowReduce(shards, like_d, cut, line) as stream:
+        cut, line = tuple(shards.parts(parts)), transfers(mesh, overlap=overlap)
+        with line, RowReduce(shards, torch.empty(WIDTH), cut, line) as stream:
             if shards.member in case.takers:
                 for part in cut:
                     stream.add(part, given_mtd[shards.member, part.rows])

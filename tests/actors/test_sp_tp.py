@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategy_ranks import StrategyRanks, job_of, strategy_ranks
-from tiny_checkpoints import make_checkpoint
+from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history, started_once
+from strategy_ranks import job_of
 
 from csps.actors.engine import Engine
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
+from csps.actors.timeline import TRANSFERS, Timeline
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import KvShare, Span
 
-LAYERS = 3
-MODELS: dict[str, dict[str, Any]] = {
-    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "mqa": {"num_attention_heads": 4, "num_key_value_heads": 1},
-    "mha": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
-    "biased": {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True},
-    "qk-norm": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
-}
 TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
-
-Gangs = Callable[..., StrategyRanks]
 
 
 @pytest.fixture(scope="module")
 def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    """Starts each gang once."""
-    started: dict[tuple[str, int, int], StrategyRanks] = {}
-    with ExitStack() as stack:
-
-        def gang(model: str, instances: int, tp: int = 1) -> StrategyRanks:
-            key = model, instances, tp
-            if key not in started:
-                config = {"num_hidden_layers": LAYERS, **MODELS[model]}
-                path = make_checkpoint(tmp_path_factory.mktemp(model), **config)
-                started[key] = stack.enter_context(strategy_ranks(path, instances=instances, tp=tp))
-            return started[key]
-
-        yield gang
+    with started_once(tmp_path_factory) as started:
+        yield started
 
 
 def exact(group: SpGroup, engine: Engine) -> SpTp:
@@ -65,7 +42,7 @@ def pipelined(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("instances", [1, 2, 4])
 def test_exact_equals_one_member(gangs: Gangs, model: str, instances: int) -> None:
-    gang = gangs(model, instances)
+    gang = gangs(model, instances, 1)
     bounds = [*[0, 23, 31, 31][:instances], 48]
     job = job_of(bounds, [5, 40, 3])
     gang.check(job, gang.run(job, exact), gang.forwards(job))
@@ -77,13 +54,56 @@ def test_exact_equals_one_member(gangs: Gangs, model: str, instances: int) -> No
 def test_pipelined_equals_one_member(
     gangs: Gangs, model: str, hierarchical: bool, micro_partitions: int
 ) -> None:
-    gang = gangs(model, 4)
+    gang = gangs(model, 4, 1)
     job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
     make = pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical)
     results = gang.run(job, make)
     gang.check(job, results, gang.forwards(job))
     assert all(result.clock.exchange_s > 0 for result in results)
     assert all(0 <= result.clock.hidden <= 1 for result in results)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_not_pipelined_nothing_is_computed_while_anything_travels(
+    gangs: Gangs, hierarchical: bool
+) -> None:
+    plan = CsaPlan.uniform(TWO_SERVERS, levels=1, layers=LAYERS, pipelined=False)
+
+    def make(group: SpGroup, engine: Engine) -> SpTp:
+        group.clock.timeline = Timeline(on=True)
+        return SpTp(group, engine, plan, hierarchical=hierarchical)
+
+    gang, job = gangs("gqa", 4, 1), job_of([0, 9, 14, 30, 48], [5, 40, 3])
+    results = gang.run(job, make)
+    gang.check(job, results, gang.forwards(job))
+    for clock in (result.clock for result in results):
+        assert clock.hidden == 0
+        travels = [event for event in clock.timeline.events if event.name in TRANSFERS]
+        computes = [
+            event
+            for event in clock.timeline.events
+            if event.name not in TRANSFERS and event.name != "wait"
+        ]
+        assert {event.name for event in computes} == {"qkv", "attention", "linear"}
+        for one in travels:
+            for other in computes:
+                assert one.end_ns <= other.start_ns or other.end_ns <= one.start_ns
+
+
+def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
+    make = pipelined(TWO_SERVERS, 2)
+
+    def noted(group: SpGroup, engine: Engine) -> SpTp:
+        group.clock.timeline = Timeline(on=True)
+        return make(group, engine)
+
+    results = gangs("gqa", 4, 1).run(job_of([0, 12, 24, 36, 48], [48]), noted)
+    for result in results:
+        for name in ("qkv", "attention"):
+            noted_events = result.clock.timeline.events
+            events = [event for event in noted_events if event.name == name and event.level]
+            expected = {(level, micro) for level in (1, 2, 3) for micro in (0, 1)}
+            assert {(event.level, event.micro) for event in events} == expected
 
 
 @settings(
@@ -106,7 +126,7 @@ def test_pipelined_equals_not_pipelined(
     micro_partitions: int,
     hierarchical: bool,
 ) -> None:
-    gang, total = gangs(model, 4), sum(lengths)
+    gang, total = gangs(model, 4, 1), sum(lengths)
     job = job_of([0, *sorted(int(total * cut) for cut in cuts), total], lengths)
     locations = tuple(f"0-{server}-{place}" for place, server in enumerate(sorted(servers)))
     make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
@@ -125,7 +145,7 @@ def test_members_of_tensor_parallel_instances(gangs: Gangs, tp: int) -> None:
 
 
 def test_more_members_than_heads(gangs: Gangs) -> None:
-    gang = gangs("gqa", 6)
+    gang = gangs("gqa", 6, 1)
     job = job_of([0, 9, 14, 30, 30, 40, 48], [48])
     locations = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     forwards = gang.forwards(job)
@@ -135,17 +155,4 @@ def test_more_members_than_heads(gangs: Gangs) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
-    gang = gangs("gqa", 2, tp)
-    shares = [
-        KvShare(instance=1, span=Span(start=0, stop=7)),
-        KvShare(instance=0, span=Span(start=7, stop=19)),
-        KvShare(instance=1, span=Span(start=19, stop=20)),
-    ]
-    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], shares, []])
-    forwards = gang.forwards(job)
-    gang.hold_history(job, forwards)
-    try:
-        gang.check(job, gang.run(job, exact), forwards)
-    finally:
-        for engine in gang.engines:
-            engine.pool.free_request(1)
+    check_scattered_history(gangs("gqa", 2, tp), exact)

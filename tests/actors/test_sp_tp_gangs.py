@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import Sampling
+from csps.protocols.messages import Sampling, TokenDrawn
 
 TOKENS, LAYERS = 4, 3
 
@@ -61,3 +62,34 @@ async def test_greedy_tokens(
         await cell.prefilled(*cell.jobs)
         cell.check_idle()
     assert answers == [greedy_tokens(model, r.prompt.tolist(), TOKENS) for r in requests]
+
+
+async def test_an_urgent_job_between_two_layers_while_the_next_ones_weights_travel(
+    model: Path,
+) -> None:
+    """Both gather weights, over the same ranks."""
+    requests = [
+        Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, range(1)))
+        for rid, length in enumerate((90, 7), start=1)
+    ]
+    long, urgent = (
+        replace(
+            job_of([request.piece()], group, strategy="gathered_weights", urgent=group == [1]),
+            job_id=request.rid,
+        )
+        for request, group in zip(requests, ([0, 1], [1]), strict=True)
+    )
+    async with thread_cell(model, prefill=2, prefill_tp=2, decode=1) as cell:
+        await asyncio.gather(*map(cell.reserve, requests))
+        for ranks in ([0, 1], [2, 3]):  # the long one stands still until all have both
+            for job, request in zip((long, urgent), requests, strict=True):
+                cell.submit(job, request.prompt, ranks=ranks)
+            await cell.prefill.stats()
+        answers = await cell.answer(*requests)
+        await cell.freed(*(request.rid for request in requests))
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
+    drawn = [it.rid for it in cell.order if isinstance(it, TokenDrawn) and it.index == 0]
+    assert drawn == [urgent.job_id, long.job_id]
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer == greedy_tokens(model, request.prompt.tolist(), len(answer))

@@ -117,7 +117,12 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what"), [({"nested": True}, "nested"), ({"importance_layer": "same"}, "same")]
+    ("change", "what"),
+    [
+        ({"nested": True}, "nested"),
+        ({"importance_layer": "same"}, "same"),
+        ({"decode_kept_only": True}, "decode_kept_only is for SP-NTP"),
+    ],
 )
 def test_what_only_sp_ntp_can_do_is_refused_before_the_job_starts(
     change: dict[str, Any], what: str

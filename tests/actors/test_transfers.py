@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
 from mesh_threads import on_ranks
+from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import Mesh, Tag
+from csps.actors.mesh import Exchange, Mesh, Pending, Tag
 from csps.actors.timeline import Timeline
 from csps.actors.transfers import Label, Transfers
 
@@ -122,3 +127,112 @@ def test_the_mesh_counts_bytes_by_peer() -> None:
         return mesh.bytes_sent
 
     assert on_ranks(3, rank) == [[0, 20, 12], [0, 0, 0], [0, 0, 0]]
+
+
+def test_what_a_background_task_begins_is_no_time_of_the_computing_thread() -> None:
+    def rank(mesh: Mesh) -> JobClock:
+        clock = JobClock()
+        with Transfers(mesh, clock, overlap=False) as transfers:
+            if mesh.rank == 0:
+                sent = transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL, background=True)
+                assert clock.communication_s == 0 == clock.exchange_s
+                sent.sent.result()
+            else:
+                transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
+                assert clock.communication_s > 0
+        return clock
+
+    on_ranks(2, rank)
+
+
+def test_without_overlap_a_collective_is_under_way_together_and_over_at_its_end() -> None:
+    """Rank 1 takes them in another order than that in which rank 0 would, one by one."""
+
+    def rank(mesh: Mesh) -> float:
+        room = [torch.zeros(4), torch.zeros(4)]
+        with Transfers(mesh, JobClock(), overlap=False) as transfers:
+            with transfers.as_one():
+                for tag in (Tag.ROWS, Tag.ROW_SUMS)[:: 1 - 2 * mesh.rank]:
+                    if mesh.rank == 0:
+                        begun = transfers.start([(1, torch.ones(4))], [], tag, LABEL)
+                    else:
+                        begun = transfers.start([], [(0, room.pop())], tag, LABEL)
+            return float(begun.received.done() and begun.sent.done())
+
+    assert on_ranks(2, rank) == [1, 1]
+
+
+def test_arrivals_of_one_tag_are_noticed_while_another_ones_are_yet_to_come() -> None:
+    noticed = threading.Event()
+
+    def rank(mesh: Mesh) -> None:
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 0:
+                transfers.start([(1, torch.ones(4))], [], Tag.RELAYED_ROWS, LABEL)
+                assert noticed.wait(30)
+                transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
+            else:
+                first = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
+                second = transfers.start([], [(0, torch.zeros(4))], Tag.RELAYED_ROWS, LABEL)
+                second.received.result(30)
+                assert not first.received.done()
+                noticed.set()
+
+    on_ranks(2, rank)
+
+
+class _Work:
+    """An NCCL operation: waiting returns at once."""
+
+    def wait(self, deadline: timedelta) -> bool:
+        return True
+
+
+class _CudaMesh:
+    """Notes which tensors are under way."""
+
+    on_cuda = True
+
+    def start_exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        recvs: Sequence[tuple[int, torch.Tensor]],
+        tag: Tag,
+    ) -> Exchange:
+        work, tensors = cast(Work, _Work()), [tensor for _, tensor in (*sends, *recvs)]
+        return Exchange(received=Pending([work], tensors), sent=Pending([], []))
+
+
+def on_cuda() -> Transfers:
+    return Transfers(cast(Mesh, _CudaMesh()), JobClock())
+
+
+def test_on_cuda_sends_are_let_go_when_the_computing_stream_has_waited_for_what_came_later() -> (
+    None
+):
+    with on_cuda() as transfers:
+        gone = []
+        for _ in range(2):
+            sent = torch.ones(4)
+            gone.append(weakref.ref(sent))
+            transfers.start([(1, sent)], [], Tag.ROWS, LABEL)
+        arrival = transfers.start([], [(1, torch.zeros(4))], Tag.ROWS, LABEL)
+        last = torch.ones(4)
+        gone.append(weakref.ref(last))
+        transfers.start([(1, last)], [], Tag.ROWS, LABEL)
+        del sent, last
+        arrival.received.result()
+        assert all(ref() is not None for ref in gone), "another stream's wait is not enough"
+        transfers.wait(arrival)
+        assert [ref() is None for ref in gone] == [True, True, False]
+        transfers.wait(arrival)
+        assert gone[2]() is not None
+    assert gone[2]() is None
+
+
+def test_on_cuda_each_wait_does_one_share_of_the_other_work() -> None:
+    shares = [2, 1, 0]
+    with on_cuda() as transfers, transfers.meanwhile(lambda: bool(shares.pop())):
+        for left in (2, 1):
+            transfers.wait(transfers.start([], [(1, torch.zeros(4))], Tag.ROWS, LABEL))
+            assert len(shares) == left

@@ -1,0 +1,169 @@
+"""SP-TP that leaves far keys out, for random groups, against brute force head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from dense_csa import DenseCsa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategy_gangs import MODELS, Gangs, started_once
+from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of
+from torch import Tensor
+
+from csps.actors.layout import even_share
+from csps.actors.strategies.sp_tp import SpTp
+from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.topology import Topology
+
+WINDOW, SINKS, TAIL = 6, 1, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gang, its members' places and rows, and what is dropped."""
+
+    model: str
+    tp: int
+    locations: tuple[str, ...]
+    bounds: tuple[int, ...]
+    lengths: tuple[int, ...]
+    levels: int
+    drop_ratio: float
+    micro_partitions: int
+    pipelined: bool
+
+    def plan(self, layers: int) -> CsaPlan:
+        group = LayerGroup(
+            first=0,
+            stop=layers,
+            drop_ratios=halving(self.drop_ratio, self.levels),
+            micro_partitions=(self.micro_partitions,) * self.levels,
+        )
+        plan = CsaPlan(locations=self.locations, levels=self.levels, layer_groups=(group,))
+        return replace(
+            plan, importance_window=WINDOW, sinks=SINKS, tail=TAIL, pipelined=self.pipelined
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Several pieces of any length, members anywhere on up to two racks, some without rows."""
+    model, instances, tp = draw(
+        st.sampled_from([("gqa", 3, 1), ("gqa", 4, 1), ("mqa", 2, 2), ("mha", 4, 1)])
+    )
+    lengths = draw(st.lists(st.integers(1, 22), min_size=1, max_size=3))
+    total = sum(lengths)
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(instances - 1))
+    servers = sorted(draw(st.sampled_from([(0, 0), (0, 1), (1, 0)])) for _ in range(instances))
+    locations = tuple(f"{rack}-{server}-{i}" for i, (rack, server) in enumerate(servers))
+    bounds = (0, *cuts, total)
+    return Case(
+        model=model,
+        tp=tp,
+        locations=locations,
+        bounds=bounds,
+        lengths=tuple(lengths),
+        levels=draw(st.integers(2, len(Topology.of(locations).granularities))),
+        drop_ratio=draw(st.sampled_from([0.3, 0.5, 0.9])),
+        micro_partitions=draw(st.integers(1, 3)),
+        pipelined=draw(st.booleans()),
+    )
+
+
+@pytest.fixture(scope="module")
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    with started_once(tmp_path_factory) as started:
+        yield started
+
+
+def fellows(heads: int, kv_heads: int, instances: int, tp: int) -> Tensor:
+    """(heads, heads): 1 where one rank computes both and they read the same KV head."""
+    ranks: list[int] = []
+    for tp_rank in range(tp):
+        local = even_share(heads, tp, tp_rank)
+        for member in range(instances):
+            ranks += [tp_rank * instances + member] * len(even_share(len(local), instances, member))
+    labels = [(rank, head * kv_heads // heads) for head, rank in enumerate(ranks)]
+    return torch.tensor([[float(a == b) for b in labels] for a in labels], dtype=torch.float64)
+
+
+def brute_force(gang: StrategyRanks, case: Case, plan: CsaPlan, piece: int) -> Forward:
+    """A piece's forward pass in which every query head has a KV head of its own, chosen for by the
+    query heads that are computed with it."""
+    spec = gang.network.spec
+    begin = sum(case.lengths[:piece])
+    owners = [owner_of(case.bounds, begin + t) for t in range(case.lengths[piece])]
+    alike = fellows(spec.heads, spec.kv_heads, len(case.locations), case.tp)
+    judged: list[Tensor | None] = [None]
+
+    def attend(layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        drops = layer not in (0, spec.layers - 1)
+        group, levels = plan.layer_group(layer), range(1, 1 + case.levels)
+        ratios = [group.drop_ratio(level, 0) * drops for level in levels]
+        oracle = DenseCsa(
+            owners=owners,
+            segments=plan.segments(),
+            ratios=[ratios] * spec.heads,
+            sinks=SINKS,
+            tail=TAIL,
+            drop_queries=False,
+        )
+        k_thd, v_thd = (x.repeat_interleave(spec.heads // spec.kv_heads, 1) for x in (k_thd, v_thd))
+        weights = oracle.counts(judged[0])
+        judged[0] = alike @ oracle.judged_by_window(q_thd, k_thd, WINDOW, spec.scale)
+        out_thd, _ = oracle.attend(q_thd, k_thd, v_thd, weights, spec.scale)
+        return out_thd
+
+    with torch.inference_mode():
+        return dense_forward(gang.network, gang.prompt(piece, len(owners)), attend)
+
+
+def owner_of(bounds: Sequence[int], row: int) -> int:
+    """The member that has a row."""
+    return next(m for m, (start, stop) in enumerate(pairwise(bounds)) if start <= row < stop)
+
+
+def check(gangs: Gangs, case: Case) -> None:
+    gang = gangs(case.model, len(case.locations), case.tp)
+    plan, job = case.plan(gang.network.spec.layers), job_of(case.bounds, case.lengths)
+    results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
+    pieces = range(len(case.lengths))
+    gang.check(job, results, [brute_force(gang, case, plan, piece) for piece in pieces])
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,  # a tie between two keys would be broken by how sums are rounded
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=cases())
+def test_random_groups(gangs: Gangs, case: Case) -> None:
+    check(gangs, case)
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize(("model", "tp"), [("gqa", 1), ("mqa", 1), ("mqa", 2)])
+def test_members_that_share_a_kv_head_choose_each_for_its_own_queries(
+    gangs: Gangs, model: str, tp: int, pipelined: bool
+) -> None:
+    """KV heads of several members: four query heads on as many ranks."""
+    assert MODELS[model]["num_attention_heads"] > MODELS[model]["num_key_value_heads"]
+    locations = ("0-0-0", "0-0-1", "0-1-0", "0-1-1") if tp == 1 else ("0-0-0", "0-1-0")
+    case = Case(
+        model=model,
+        tp=tp,
+        locations=locations,
+        bounds=(0, 12, 20, 33, 50) if tp == 1 else (0, 21, 50),
+        lengths=(44, 6),
+        levels=3 if tp == 1 else 2,
+        drop_ratio=0.6,
+        micro_partitions=2,
+        pipelined=pipelined,
+    )
+    check(gangs, case)
