@@ -1,15 +1,18 @@
 """The prefill jobs of a rank, in the router's total order.
 
 Every rank of the gang receives every job and runs those that it is a member of in order; with one
-total order, groups that overlap cannot deadlock. Urgent jobs may be taken out of order, but only
-between two layers of a running job, at the word of that job's leader, and only when all their
-members are members of that job: then all of them stand at the same layer.
+total order, groups that overlap cannot deadlock. Urgent jobs may be taken out of order inside a
+running one. One that needs nobody but this rank may run wherever the rank is not in the middle of
+an exchange. One that others take part in may only run between two layers, at the word of the
+running job's leader, and only when all its members are members of that job: then all of them stand
+at the same layer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.messages import PrefillJob
@@ -53,19 +56,22 @@ class JobQueue:
             self._taken_early = {early for early in self._taken_early if early > job_id}
             return job
 
-    def urgent_within(self, running: PrefillJob, limit: int) -> list[int]:
+    def urgent_within(
+        self, running: PrefillJob, may_run: Callable[[PrefillJob], bool], limit: int
+    ) -> list[int]:
         """Ids of up to `limit` waiting urgent jobs that may run inside the running one.
 
-        Their groups lie inside its group, and none of their requests has an earlier job that is
-        not over, whose KV they would miss.
+        None of their requests has an earlier job that is not over, whose KV they would miss.
+
+        Args:
+            may_run: whether a job's members all stand still now.
         """
-        members = set(running.group)
         earlier = {piece.rid for piece in running.pieces}
         found: list[int] = []
         with self._changed:
             for job in self._jobs.values():
                 rids = {piece.rid for piece in job.pieces}
-                if job.urgent and members.issuperset(job.group) and earlier.isdisjoint(rids):
+                if job.urgent and may_run(job) and earlier.isdisjoint(rids):
                     found.append(job.job_id)
                 else:
                     earlier |= rids

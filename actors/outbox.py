@@ -18,9 +18,18 @@ J = TypeVar("J")
 class Outbox(Generic[J]):
     """Sendings of jobs of any type; `run` is the thread's body."""
 
-    def __init__(self, on_sent: Callable[[J, RuntimeError | None], None]) -> None:
-        """`on_sent` is told, in order, about each finished job, and what stopped it if anything."""
-        self._on_sent = on_sent
+    def __init__(
+        self,
+        on_sent: Callable[[J, RuntimeError | None], None],
+        on_step: Callable[[J], None] = lambda job: None,
+    ) -> None:
+        """Nothing is on its way yet.
+
+        Args:
+            on_sent: told, in order, about each finished job, and what stopped it if anything.
+            on_step: told about each sending that has left.
+        """
+        self._on_sent, self._on_step = on_sent, on_step
         self._queue: SimpleQueue[tuple[J, Pending | None] | None] = SimpleQueue()
         self._failures: dict[J, RuntimeError] = {}
 
@@ -50,3 +59,5 @@ class Outbox(Generic[J]):
             sending.wait()
         except RuntimeError as exc:
             self._failures.setdefault(job, exc)
+        else:
+            self._on_step(job)

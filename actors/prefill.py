@@ -1,4 +1,4 @@
-"""The prefill loop of a rank: jobs in order, layer by layer, yielding between layers.
+"""The prefill loop of a rank: jobs in order, layer by layer, yielding to urgent ones.
 
 A layer: QKV of own rows -> KV into the pool and on its way to the decode gang -> attention over
 the group -> output projection and MLP. In the last layer only the rows from which a token is
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -29,28 +29,30 @@ from csps.actors.kv_moves import KvMover
 from csps.actors.layout import LocalPiece
 from csps.actors.mesh import PEER_DEADLINE, Tag
 from csps.actors.outbox import Outbox
+from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
+from csps.actors.progress_report import ProgressReport
 from csps.actors.request_book import RequestBook
 from csps.actors.sampling import TokenSampler
 from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.strategy import Strategy
-from csps.actors.timeline_export import traced_job
-from csps.protocols.errors import CspsError, DeadlineExceeded, TransferError
+from csps.actors.timeline_export import CANCELLED, traced_job
+from csps.models.network import Layer
+from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, TransferError
 from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
 
 _log = logging.getLogger(__name__)
 
-ORDERS = 8
-"""int64 words in what a leader tells its group between two layers: whether to stop, how many
-urgent jobs to run now, and their ids."""
+MLP_ROWS = 4096
+"""Of one block, after which urgent jobs may run."""
 
 SLOTS_BACK_S = 60.0
 """For slots that a former router's jobs still hold; the present one counts what it has given."""
 
 
 class _JobCancelled(Exception):
-    """Nobody wants the job's requests any more."""
+    """Nobody wants any of the job's requests any more."""
 
 
 @dataclass(eq=False)
@@ -83,7 +85,10 @@ class PrefillLoop:
         self._book = RequestBook()
         self._slots_back = threading.Condition()
         self._bridge: Bridge | None = None
-        self._outbox: Outbox[_Run] = Outbox(self._sent)
+        self._progress = ProgressReport(notify, rank=engine.rank)
+        self._outbox: Outbox[_Run] = Outbox(
+            self._sent, on_step=lambda run: self._progress.step(run.job.job_id)
+        )
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -94,8 +99,29 @@ class PrefillLoop:
             self._book.enter(job)
         self._queue.put(job)
 
+    def refuse(self, job: PrefillJob, error: ConfigError) -> None:
+        """Tell the router that a job does not get in line; its group has nothing to do with it."""
+        if self._engine.instance not in job.group:
+            return
+        for piece in job.pieces:
+            self._fail(piece.rid, type(error).__name__, str(error))
+        self._notify(
+            "prefill_done",
+            PrefillDone(
+                job_id=job.job_id,
+                rank=self._engine.rank,
+                cancelled=True,
+                queue_s=0.0,
+                compute_s=0.0,
+                communication_s=0.0,
+                transfer_s=0.0,
+                yielded_s=0.0,
+            ),
+        )
+
     def cancel(self, rid: int) -> None:
-        """Stop a request's work at the next layer; harmless for an unknown one."""
+        """Stop a request's work at the next layer, but for its rows in a job that others share:
+        they stay, without attention. Harmless for an unknown request."""
         if self._book.cancel(rid):
             self._free(rid)
 
@@ -143,11 +169,14 @@ class PrefillLoop:
             return
         clock.started = time.monotonic()
         run = self._prepare(job, clock)
-        try:
-            with traced_job(job, clock, self._engine.mesh), run.entered as strategy:
+        with traced_job(job, clock, self._engine.mesh) as job_span, run.entered as strategy:
+            # Inside of both: a job that is stopped is no failure, and what it cost is told as well.
+            # Its members stop at the same layer, so that exchanges under way end.
+            try:
                 self._compute(run, strategy)
-        except _JobCancelled:
-            run.cancelled = True
+            except _JobCancelled:
+                run.cancelled = True
+                job_span.set_attribute(CANCELLED, True)
         run.mover.finish()
         run.mover.release_sources()
         clock.finished = time.monotonic()
@@ -156,7 +185,8 @@ class PrefillLoop:
     def _prepare(self, job: PrefillJob, clock: JobClock) -> _Run:
         engine = self._engine
         member = job.group.index(engine.instance)
-        group = SpGroup(engine.mesh, engine.layout, job, member, clock)
+        give_way = partial(self._give_way, job, clock)
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock, give_way)
         mover = KvMover(group, engine.pool)
         self._allocate(group, mover)
         ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
@@ -182,23 +212,55 @@ class PrefillLoop:
         for index, layer in enumerate(network.layers):
             self._between_layers(run)
             if index + 1 < len(network.layers):
-                x_td = layer.mlp(strategy.attend_layer(index, layer, x_td, rotary, keep))
+                x_td = strategy.attend_layer(index, layer, x_td, rotary, keep)
+                x_td = self._mlp(run, index, layer, x_td)
             else:
-                q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+                with run.clock.timeline.phase("qkv", layer=index):
+                    q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
                 keep(index, k_thd, v_thd)
-                self._draw_first_tokens(run, x_td, q_thd)
+                with run.clock.timeline.phase("last rows", layer=index):
+                    self._draw_first_tokens(run, x_td, q_thd)
 
-    def _keep(self, run: _Run, index: int, k_thd: Tensor, v_thd: Tensor) -> None:
-        """Own rows' KV into the pool, to other members that keep it, and to the decode gang."""
+    def _mlp(self, run: _Run, index: int, layer: Layer, x_td: Tensor) -> Tensor:
+        """In place and in blocks of rows, but where an instance's ranks sum their parts: they have
+        to do that at the same time."""
+        timeline = run.clock.timeline
+        if layer.all_reduce is not None:
+            with timeline.phase("mlp", layer=index):
+                return layer.mlp(x_td)
+        for block_td in torch.split(x_td, MLP_ROWS):
+            with timeline.phase("mlp", layer=index):
+                block_td.copy_(layer.mlp(block_td))
+            run.group.give_way()
+        return x_td
+
+    def _keep(
+        self,
+        run: _Run,
+        index: int,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None = None,
+    ) -> None:
+        """Own rows' KV into the pool, to other members that keep it, and to the decode gang, which
+        may be to have kept tokens only; the gang's own pools are complete, also of requests that
+        nobody wants any more, so that whatever is read there is a number."""
         for part in run.group.local:
             k, v = k_thd[part.rows], v_thd[part.rows]
             self._engine.pool.write(index, part.piece.rid, part.span, k, v)
-            if part.piece.destinations and run.lost is None:
-                self._stream(run, index, part, k, v)
+            if part.piece.destinations and run.lost is None and run.group.wanted(part.piece):
+                kept = None if kept_ht is None else kept_ht[:, part.rows]
+                self._stream(run, index, part, k, v, kept)
         run.mover.start(index)
 
     def _stream(
-        self, run: _Run, index: int, part: LocalPiece, k_thd: Tensor, v_thd: Tensor
+        self,
+        run: _Run,
+        index: int,
+        part: LocalPiece,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None,
     ) -> None:
         """A lost decode gang fails the requests of the job, not this gang."""
         try:
@@ -212,6 +274,7 @@ class PrefillLoop:
                 part=part,
                 k_thd=k_thd,
                 v_thd=v_thd,
+                kept_ht=kept_ht,
             ):
                 self._outbox.post(run, sending)
         except RuntimeError as exc:
@@ -258,38 +321,64 @@ class PrefillLoop:
         else:
             self._notify("token", token_drawn(piece.rid, 0, draw))
 
-    # --- between two layers ----------------------------------------------------------------
+    # --- urgent jobs inside a long one -----------------------------------------------------
 
     def _between_layers(self, run: _Run) -> None:
-        """Do as the group's leader says: stop, or let urgent jobs run first."""
-        stop, urgent = self._orders(run)
-        if stop:
+        """Do as the group's leader says: let urgent jobs run first, give up requests, or all."""
+        orders = self._orders(run)
+        run.group.withdrawn.update(orders.withdrawn)
+        if not any(map(run.group.wanted, run.job.pieces)):
             raise _JobCancelled
-        if urgent:
-            with run.clock.yielding():
-                for job_id in urgent:
-                    job = self._queue.take(job_id)
-                    if job is not None:
-                        self._run_job(job)
+        self._run_urgent(run.clock, orders.urgent)
+        run.group.give_way()
 
-    def _orders(self, run: _Run) -> tuple[bool, list[int]]:
-        ranks = [rank for i in run.job.group for rank in self._engine.layout.ranks_of(i)]
+    def _give_way(self, job: PrefillJob, clock: JobClock) -> None:
+        """Let urgent jobs of this rank alone run now, wherever the other members stand. Comes so
+        often, and for any job, that it tells of the progress as well."""
+        self._progress.step(job.job_id)
+        if not job.urgent:
+            self._run_urgent(clock, self._queue.urgent_within(job, self._runs_alone, MAX_URGENT))
+
+    def _run_urgent(self, clock: JobClock, job_ids: Sequence[int]) -> None:
+        if not job_ids:
+            return
+        with clock.yielding():
+            for job_id in job_ids:
+                job = self._queue.take(job_id)
+                if job is not None:
+                    self._run_job(job)
+
+    def _runs_alone(self, job: PrefillJob) -> bool:
+        return self._ranks_of(job) == [self._engine.rank]
+
+    def _ranks_of(self, job: PrefillJob) -> list[int]:
+        """All that take part in a job, its leader first."""
+        return [rank for i in job.group for rank in self._engine.layout.ranks_of(i)]
+
+    def _orders(self, run: _Run) -> PrefillOrders:
+        ranks = self._ranks_of(run.job)
         leader = ranks[0]
         if self._engine.rank != leader:
-            words = torch.empty(ORDERS, dtype=torch.int64)
+            words = PrefillOrders.room(run.job)
             self._engine.mesh.recv(words, leader, Tag.PREFILL_ORDERS).wait(PEER_DEADLINE)
-            return bool(words[0]), words[2 : 2 + int(words[1])].tolist()
-        stop, urgent = self._decide(run)
-        words = torch.tensor([stop, len(urgent), *urgent, *[0] * (ORDERS - 2 - len(urgent))])
+            return PrefillOrders.unpack(words, run.job)
+        orders = self._decide(run)
+        words = orders.pack(run.job)
         for rank in ranks[1:]:
             self._outbox.post(run, self._engine.mesh.send(words, rank, Tag.PREFILL_ORDERS))
-        return stop, urgent
+        return orders
 
-    def _decide(self, run: _Run) -> tuple[bool, list[int]]:
-        stop = self._book.unwanted(run.job)
-        if stop or run.job.urgent:
-            return stop, []
-        return False, self._queue.urgent_within(run.job, ORDERS - 2)
+    def _decide(self, run: _Run) -> PrefillOrders:
+        withdrawn = self._book.withdrawn(run.job)
+        if run.job.urgent or len(withdrawn) == len(run.job.pieces):
+            return PrefillOrders(withdrawn=withdrawn)
+        urgent = self._queue.urgent_within(run.job, partial(self._shared, run), MAX_URGENT)
+        return PrefillOrders(withdrawn=withdrawn, urgent=tuple(urgent))
+
+    def _shared(self, run: _Run, job: PrefillJob) -> bool:
+        """Several ranks take part, which all take part in the running job as well; one that runs
+        alone needs no order."""
+        return len(self._ranks_of(job)) > 1 and set(run.job.group).issuperset(job.group)
 
     # --- after computing -------------------------------------------------------------------
 
@@ -334,11 +423,12 @@ class PrefillLoop:
 
 
 def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
-    """(piece index, local row at its owner, owner) of every row a token is drawn from."""
+    """(piece index, local row at its owner, owner) of every row a token is drawn from; all members
+    stand at the same layer, so they name the same."""
     end = 0
     for index, piece in enumerate(group.job.pieces):
         end += piece.length
-        if piece.last:
+        if piece.last and group.wanted(piece):
             owner = group.owner_of_last_row(index)
             yield index, end - 1 - group.job.bounds[owner], owner
 

@@ -28,10 +28,12 @@ from csps.actors.layout import GangLayout
 from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
 from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
+from csps.actors.strategies.choice import check_job
 from csps.models.loading import load_network
 from csps.protocols import schema
 from csps.protocols.errors import (
     Cancelled,
+    ConfigError,
     ConnectionLost,
     DeadlineExceeded,
     FaultError,
@@ -278,7 +280,13 @@ class Rank:
 
     def _submit(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
-        self._prefill_loop.submit(schema.unpack(PrefillJob, payload))
+        loop, job = self._prefill_loop, schema.unpack(PrefillJob, payload)
+        try:
+            check_job(job, self.engine.spec)
+        except ConfigError as error:
+            loop.refuse(job, error)  # jobs come as notifications, which have no answer
+            raise
+        loop.submit(job)
 
     def _reserve(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)

@@ -52,10 +52,10 @@ class RequestBook:
             kept, self._kept = self._kept, set()
             return kept
 
-    def unwanted(self, job: PrefillJob) -> bool:
-        """Whether all of a job's requests are cancelled."""
+    def withdrawn(self, job: PrefillJob) -> frozenset[int]:
+        """Those of a job's requests that are cancelled."""
         with self._lock:
-            return all(piece.rid in self._cancelled for piece in job.pieces)
+            return frozenset(piece.rid for piece in job.pieces if piece.rid in self._cancelled)
 
     def settle(self, job: PrefillJob, *, cancelled: bool) -> list[int]:
         """A job is over; returns the requests whose KV can go now.

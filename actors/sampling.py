@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from csps.protocols.errors import FaultError, InvalidRequest
+from csps.protocols.errors import CspsError, FaultError, InvalidRequest
 from csps.protocols.messages import Sampling, TokenLogprob
 
 _GREEDY_BELOW = 1e-5  # as in vLLM
@@ -31,7 +31,7 @@ _MASK64 = (1 << 64) - 1
 
 
 class BadLogits(FaultError):
-    """No token can be drawn: the logits hold NaN or +inf, or they forbid every token."""
+    """No token can be drawn: the model's logits hold NaN or +inf, or are all -inf."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,14 +83,15 @@ class TokenSampler:
         `logits_v` is (v,), of any floating dtype, on any device; it is left as it is.
 
         Raises:
-            BadLogits: the logits hold NaN or +inf, or they forbid every token.
+            BadLogits: the logits hold NaN or +inf, or are all -inf.
+            InvalidRequest: the request itself forbids every token.
         """
         scores_v = self.edited(logits_v, index)
         if self._greedy:
             token = int(scores_v.argmax())  # the first of equals
-            _require_finite(float(scores_v[token]), index)
+            self._require_finite(float(scores_v[token]), index)
         else:
-            _require_finite(float(scores_v.max()), index)
+            self._require_finite(float(scores_v.max()), index)
             ids_c, probs_c = candidates(scores_v, self.sampling)
             token = _inverse_cdf(ids_c, probs_c, uniform(self.sampling.seed, index))
         return self._drawn(token, logits_v, index)
@@ -122,6 +123,16 @@ class TokenSampler:
     def _forbids_stop(self, index: int) -> bool:
         return index < self.sampling.min_tokens and len(self._stop_ids) > 0
 
+    def _require_finite(self, peak: float, index: int) -> None:
+        if peak == -math.inf and self._forbids_stop(index):
+            # The client's mistake, which no other attempt and no other rank can mend.
+            raise InvalidRequest(
+                "every token is forbidden: stop_token_ids leave none to draw before min_tokens",
+                param="stop_token_ids",
+            )
+        if not math.isfinite(peak):
+            raise _bad_logits(peak, index)
+
     def _drawn(self, token: int, logits_v: Tensor, index: int) -> Draw:
         self.observe(token)
         finish_reason = self._finish_reason(token, index)
@@ -143,7 +154,7 @@ class TokenSampler:
 
 def draw_batch(
     samplers: Sequence[TokenSampler], logits_bv: Tensor, indices: Sequence[int]
-) -> list[Draw | BadLogits]:
+) -> list[Draw | CspsError]:
     """Draws one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
 
     A row that nothing can be drawn from gets its error in place of a draw, because the others'
@@ -269,21 +280,16 @@ def _likeliest(logprobs_v: Tensor, count: int) -> tuple[TokenLogprob, ...]:
     )
 
 
-def _draw_or_error(sampler: TokenSampler, logits_v: Tensor, index: int) -> Draw | BadLogits:
+def _draw_or_error(sampler: TokenSampler, logits_v: Tensor, index: int) -> Draw | CspsError:
     try:
         return sampler.draw(logits_v, index)
-    except BadLogits as error:
+    except CspsError as error:
         return error
-
-
-def _require_finite(peak: float, index: int) -> None:
-    if not math.isfinite(peak):
-        raise _bad_logits(peak, index)
 
 
 def _bad_logits(peak: float, index: int) -> BadLogits:
     if peak == -math.inf:
-        return BadLogits(f"every token is forbidden: all logits of token {index} are -inf")
+        return BadLogits(f"all logits of token {index} are -inf")
     return BadLogits(f"the logits of token {index} hold {'NaN' if math.isnan(peak) else '+inf'}")
 
 

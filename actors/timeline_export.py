@@ -4,8 +4,8 @@
     └─ prefill.<phase>                    one for each event of the rank's timeline, in its layer,
                                           level and micro-partition
 
-Phases are only noted for jobs whose trace is sampled; without a trace, or an SDK, nothing is.
-`docs/timeline.md` says how to look at them.
+Phases are only noted for jobs whose trace asks for them, the job's own span for all that are
+sampled; without a trace, or an SDK, nothing is. `docs/timeline.md` says how to look at them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh
 from csps.actors.timeline import Event
 from csps.protocols.messages import PrefillJob
-from csps.protocols.trace_context import span
+from csps.protocols.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
 
 RANK, PHASE = "csps.rank", "csps.phase"
 LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
@@ -28,21 +28,25 @@ BYTES_SENT = "csps.bytes_sent"
 """To each rank of the gang, in rank order."""
 COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
 """Waited for exchanges; and exchanges under way, waited for or not."""
+CANCELLED = "csps.cancelled"
+"""True where nobody wanted the job's requests any more, and it stopped between two layers."""
 
 
 @contextmanager
-def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[None]:
+def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[TraceSpan]:
     """The span of a job on one rank. What the job enters must be left inside of it: transfers
     tell their times when they end."""
     before = list(mesh.bytes_sent)
     with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: mesh.rank}):
-        if not trace.get_current_span().is_recording():
-            yield
+        # An urgent job without a trace runs inside of the span of the job that it interrupts.
+        current = trace.get_current_span() if job.trace else NO_SPAN
+        if not current.is_recording():
+            yield current
             return
         # Not a new one: the job's strategy has taken hold of this one when it was made.
-        clock.timeline.on = True
+        clock.timeline.on = wants_timeline(current.get_span_context())
         try:
-            yield
+            yield current
         finally:
             sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
             _note_cost(clock, sent)

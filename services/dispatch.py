@@ -48,6 +48,9 @@ from csps.services.scheduling.waiting_queue import WaitingQueue
 
 _log = logging.getLogger(__name__)
 
+MAX_LONE_LOSSES = 2
+"""A request that has been alone in so many gangs when they died may be what killed them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchDeadlines:
@@ -144,8 +147,8 @@ class Dispatcher:
 
     @property
     def trouble(self) -> str:
-        """Why not `ready`."""
-        return self._cluster.trouble
+        """Why not `ready`, in words that clients may read."""
+        return self._cluster.phase
 
     @property
     def waiting(self) -> int:
@@ -169,6 +172,20 @@ class Dispatcher:
         assert {it.number for it in self._waiting.requests} <= set(self._live), "waiting, not live"
 
     # --- the HTTP layer's side ---
+
+    def check_room(self) -> None:
+        """Refuse a request of which nothing is known yet: its body need not be read.
+
+        Raises
+        ------
+        QueueFull
+            Too many are waiting, or the server is shutting down.
+        """
+        try:
+            self._check_room(0)
+        except QueueFull as error:
+            self._observer.refused(error)
+            raise
 
     def submit(self, generation: Generation) -> Running:
         """Admit a request; its tokens come by iterating over what is returned.
@@ -207,11 +224,17 @@ class Dispatcher:
         self._timers.setdefault(running.number, []).append(timer)
 
     def _check(self, generation: Generation) -> None:
-        if self._closing:
-            raise QueueFull("the server is shutting down", retry_after_s=10.0)
+        self._check_capacity(generation)
+        self._check_room(_tokens(generation))
+
+    def _check_capacity(self, generation: Generation) -> None:
         if self.capacity is not None:
             self.capacity.check(generation.prompt.size, generation.sampling.max_tokens)
-        self._admission.check(_tokens(generation))
+
+    def _check_room(self, tokens: int) -> None:
+        if self._closing:
+            raise QueueFull("the server is shutting down", retry_after_s=10.0)
+        self._admission.check(tokens)
 
     # --- planned and queued ---
 
@@ -232,6 +255,10 @@ class Dispatcher:
     def _enqueue(self, running: Running) -> None:
         generation, plan = running.generation, running.plan
         assert plan is not None, "only what is planned is queued"
+        # While it was planned, or paused before another attempt, gangs may have come that are too
+        # small for it. In line it would hold up all that come after it, for good.
+        if self._refused(running):
+            return
         running.begin_attempt()
         self._admission.enter(running.number, _tokens(generation))
         self._waiting.push(
@@ -309,6 +336,7 @@ class Dispatcher:
             isinstance(error, FaultError)
             and not running.streamed
             and running.timings.attempts < self._limits.max_attempts
+            and running.lone_losses < MAX_LONE_LOSSES
         )
         if again:
             _log.info("request %s starts over: %s", running.generation.request_id, error)
@@ -368,21 +396,27 @@ class Dispatcher:
                 it.max_positions for it in (*prefill.descriptions, *decode.descriptions)
             ),
         )
-        self._refuse_what_cannot_run(self.capacity)
+        # What came before the gangs, or what has waited for gangs larger than these.
+        for waiting in self._waiting.requests:
+            self._refused(self._live[waiting.number])
         self._observer.cluster_ready(bridge.epoch)
         self.room_made()
 
-    def _refuse_what_cannot_run(self, capacity: Capacity) -> None:
-        """Requests that came before the gangs, or whose new gangs are smaller than the old."""
-        for waiting in self._waiting.requests:
-            try:
-                capacity.check(waiting.prompt_tokens, waiting.output_tokens)
-            except ContextLengthExceeded as error:
-                self._fail(self._live[waiting.number], error)
+    def _refused(self, running: Running) -> bool:
+        """Fail a request that the gangs could not run with nothing else to do."""
+        try:
+            self._check_capacity(running.generation)
+        except ContextLengthExceeded as error:
+            self._fail(running, error)
+            return True
+        return False
 
     def gang_lost(self, gang: AttachedGang, reason: str) -> None:
         self._unready_since = time.monotonic()
         self._observer.gang_lost(gang.role, gang.gang_id)
+        computed = [it for it in self._live.values() if it.state == "prefill"]
+        if gang.role == "prefill" and len(computed) == 1:
+            computed[0].lone_losses += 1
         self._execution.gang_lost(gang, reason)
 
     def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
@@ -408,7 +442,7 @@ class Dispatcher:
         for waiting in self._waiting.requests:
             running = self._live[waiting.number]
             if now - max(self._unready_since, running.marks.queued or now) > limit_s:
-                reason = f"no gangs to serve the request for {limit_s:g} s: {self.trouble}"
+                reason = f"no gangs to serve the request for {limit_s:g} s: {self._cluster.trouble}"
                 self._fail(running, GangLost(reason))
 
 

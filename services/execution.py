@@ -17,6 +17,7 @@ from csps.protocols.messages import (
     JoinBatch,
     KvLanded,
     PrefillDone,
+    PrefillProgress,
     RequestFailed,
     SlotsFreed,
     TokenDrawn,
@@ -44,8 +45,9 @@ class ExecutionDeadlines:
     """For a decode rank to set slots aside."""
     landing_s: float = 60.0
     """From a request's first token until all of its KV has landed."""
-    prefill_progress_s: float = 900.0
-    """Silence of a prefill gang that owes something: longer than its longest job."""
+    prefill_progress_s: float = 180.0
+    """Silence of the instances that a prefill job runs on: longer than any of them computes between
+    two words, which is a part of a layer."""
     decode_progress_s: float = 120.0
     """Silence of a decode gang that owes a token."""
 
@@ -90,6 +92,8 @@ class Execution:
         self._serving: dict[int, Attempt] = {}
         """The attempts that are not over, by their request's number."""
         self._jobs: dict[int, Job] = {}
+        self._prefill_heard: dict[int, float] = {}
+        """`time.monotonic()` of the last word of each prefill instance's progress."""
         # Microseconds since 1970 to begin with: ranks remember what a former router has cancelled,
         # and its numbers must not come up again.
         first = time.time_ns() // 1_000
@@ -98,6 +102,7 @@ class Execution:
         self.fault: BaseException | None = None
         """A mistake of ours in the background, for health checks."""
         self._handlers: dict[str, Callable[[int, Any], None]] = {
+            "prefill_progress": self._prefill_progress,
             "prefill_done": self._prefill_done,
             "landed": self._landed,
             "freed": self._freed,
@@ -125,6 +130,7 @@ class Execution:
         if gang.role == "prefill":
             self.prefill_load = None
             self._jobs.clear()
+            self._prefill_heard.clear()
         else:
             self.decode_load = None
         error = GangLost(f"the {gang.role} gang was lost: {reason}")
@@ -312,11 +318,21 @@ class Execution:
         attempt.bridge.decode.notify(0, "join", pack(message))
         self._listener.handed_over(attempt.running)
 
+    def _prefill_progress(self, rank: int, payload: Any) -> None:
+        unpack(PrefillProgress, payload)
+        self._hear_prefill(rank)
+
+    def _hear_prefill(self, rank: int) -> None:
+        """Also of a gang that is not bridged yet: it may still end a former router's jobs."""
+        if (gang := self._gangs.get("prefill")) is not None:
+            self._prefill_heard[gang.instance_of(rank)] = time.monotonic()
+
     def _prefill_done(self, rank: int, payload: Any) -> None:
         message = unpack(PrefillDone, payload)
         job = self._jobs.get(message.job_id)
         if job is None or self.prefill_load is None:
             return
+        self._hear_prefill(rank)
         job.figures.append(message)
         instance = job.bridge.prefill.instance_of(rank)
         if job.rank_done(rank, instance):
@@ -363,20 +379,30 @@ class Execution:
             since = attempt.first_token_at
             if since is not None and attempt.unlanded and now - since > self._deadlines.landing_s:
                 self._fail(attempt, DeadlineExceeded("KV landing", self._deadlines.landing_s))
-        owed: dict[GangRole, list[float]] = {
-            "prefill": [job.launched_at for job in self._jobs.values()],
-            "decode": [
-                it.owed_since for it in self._attempts.values() if it.owed_since is not None
-            ],
+        silent: dict[GangRole, tuple[float, float]] = {
+            "prefill": (self._prefill_silence(now), self._deadlines.prefill_progress_s),
+            "decode": (self._decode_silence(now), self._deadlines.decode_progress_s),
         }
-        limits: dict[GangRole, float] = {
-            "prefill": self._deadlines.prefill_progress_s,
-            "decode": self._deadlines.decode_progress_s,
-        }
-        for role, gang in self._gangs.items():
-            silent_s = now - max(gang.last_heard, min(owed[role], default=now))
-            if silent_s > limits[role]:
+        for role, (silent_s, limit_s) in silent.items():
+            if silent_s > limit_s:
                 yield role, f"the {role} gang owes an answer and was silent for {silent_s:.0f} s"
+
+    def _prefill_silence(self, now: float) -> float:
+        """Of the job that was not heard of for longest: others may go on beside one that hangs.
+
+        A job in line makes no progress, but what it waits for runs on the same instances.
+        """
+        since = (
+            max([job.launched_at, *(self._prefill_heard.get(it, 0.0) for it in job.undone)])
+            for job in self._jobs.values()
+        )
+        return now - min(since, default=now)
+
+    def _decode_silence(self, now: float) -> float:
+        owed = [it.owed_since for it in self._attempts.values() if it.owed_since is not None]
+        if not owed or (gang := self._gangs.get("decode")) is None:
+            return 0.0
+        return now - max(gang.last_heard, min(owed))
 
     async def close(self) -> None:
         """Stop what goes on in the background."""

@@ -29,6 +29,7 @@ from csps.protocols.messages import (
     PrefillDone,
     PrefillJob,
     PrefillPiece,
+    PrefillProgress,
     RankDescription,
     RankStats,
     RequestFailed,
@@ -54,6 +55,7 @@ GREEDY = Sampling(temperature=0, max_tokens=6)
 
 _MESSAGES: dict[str, type[Any]] = {
     "token": TokenDrawn,
+    "prefill_progress": PrefillProgress,
     "prefill_done": PrefillDone,
     "landed": KvLanded,
     "freed": SlotsFreed,
@@ -315,6 +317,7 @@ class Request:
     shares: tuple[KvShare, ...]
     master: int = 0
     sampling: Sampling = GREEDY
+    kept_only: bool = False
 
     def reserve(self, epoch: str) -> Reserve:
         """The message to every decode rank."""
@@ -326,6 +329,7 @@ class Request:
             prompt_length=len(self.prompt),
             sampling=self.sampling,
             prompt_tokens=self.prompt.astype("<i4").tobytes(),
+            kept_only=self.kept_only,
         )
 
     def piece(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillPiece:

@@ -12,6 +12,36 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
+from csps.models.spec import ModelSpec
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.messages import PrefillJob
+
+WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights"})
+"""Exact, in one way."""
+WITH_PLAN = frozenset({"csa", "sp_tp", "sp_tp_flat"})
+"""Take a `CsaPlan`; SP-TP can do without one."""
+
+
+def check_job(job: PrefillJob, spec: ModelSpec) -> None:
+    """Refuse a job that `strategy_of` cannot run, when it arrives: an exception of the thread that
+    runs it would take the gang along. All ranks of the gang judge alike.
+
+    Raises:
+        ConfigError: an unknown strategy, a plan for one that takes none, or ratios per KV head that
+            are not those of the model.
+    """
+    known = WITHOUT_PLAN | WITH_PLAN
+    if job.strategy not in known:
+        hint = nearest(job.strategy, known)
+        raise ConfigError(f"unknown strategy {abridged(job.strategy)}{hint}")
+    if job.csa is None:
+        return
+    if job.strategy in WITHOUT_PLAN:
+        raise ConfigError(
+            f"strategy '{job.strategy}' is exact and takes no sparse attention plan; allowed with "
+            f"one are {', '.join(sorted(WITH_PLAN))}"
+        )
+    job.csa.check_kv_heads(spec.kv_heads)
 
 
 def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
@@ -23,7 +53,7 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
         return GatheredWeights(group, engine)
     if name in ("sp_tp", "sp_tp_flat"):
         return SpTp(group, engine, group.job.csa, hierarchical=name == "sp_tp")
-    assert name == "csa", f"unknown strategy {name}"
+    assert name == "csa", "the job has been checked"
     return _csa(group, engine)
 
 

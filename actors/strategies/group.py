@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -29,6 +29,12 @@ class SpGroup:
     job: PrefillJob
     member: int
     clock: JobClock
+    give_way: Callable[[], None] = lambda: None
+    """To be called between two parts of a long computation, outside of exchanges: runs urgent jobs
+    that need nobody but this rank."""
+    withdrawn: set[int] = field(default_factory=set)
+    """The job's requests that nobody wants any more; grows between layers, at all members before
+    the same one. Their rows stay, because bounds do, but what is computed of them is of no use."""
 
     @cached_property
     def peers(self) -> tuple[int, ...]:
@@ -64,6 +70,10 @@ class SpGroup:
     def positions(self) -> Tensor:
         """True positions of this member's rows, int64."""
         return span_positions([part.span for part in self.local])
+
+    def wanted(self, piece: PrefillPiece) -> bool:
+        """Whether a piece's attention has to be right."""
+        return piece.rid not in self.withdrawn
 
     def owner_of_last_row(self, index: int) -> int:
         """The member that computes the last row of piece `index`."""

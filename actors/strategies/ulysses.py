@@ -1,7 +1,7 @@
 """SP-NTP, exact: all-to-all over heads, attention, all-to-all back (CSPS §3.2.1; Ulysses).
 
     q, k, v of own rows, all heads  --first exchange-->  all rows, own heads
-    attention over whole sequences
+    attention over whole sequences, in blocks of queries between which urgent jobs may run
     outputs of all rows, own heads  --second exchange--> own rows, all heads
 
 History (KV of earlier chunks) lies with the members that hold it, in any order of positions;
@@ -10,6 +10,8 @@ batch, h heads, d head size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ from csps.kernels.positions import Positions
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.protocols.messages import PrefillPiece, Span
+
+BLOCK_PRODUCTS = 2**33
+"""Multiplications of q·k in one block of queries, between which urgent jobs may run: a fifth to
+half a second on a core."""
+MIN_BLOCK_ROWS = 2048
+"""Shorter blocks make attention slower."""
 
 
 class Ulysses:
@@ -55,14 +63,17 @@ class Ulysses:
         read by the spans that the job names.
         """
         if self._group.size == 1:
-            return self._whole_sequences(layer, q_thd, k_thd, v_thd).to(q_thd.dtype)
+            held = (
+                [self._held_history(layer, it)] if self._group.wanted(it) else []
+                for it in self._group.job.pieces
+            )
+            return self._batch_attention(layer, q_thd, k_thd, v_thd, held)
         rows, first = self._first_exchange(q_thd, k_thd, v_thd)
         history, second = self._history_exchange(layer)
         timeline = self._group.clock.timeline
         with self._group.clock.communicating(), timeline.phase("first all-to-all", layer=layer):
             Pending.all((first, second)).wait()
-        with timeline.phase("attention", layer=layer):
-            out_thd = self._batch_attention(rows, history).to(q_thd.dtype)
+        out_thd = self._batch_attention(layer, *self._parts(rows), history)
         with timeline.phase("second all-to-all", layer=layer):
             return self._second_exchange(out_thd, q_thd)
 
@@ -95,7 +106,7 @@ class Ulysses:
         pending = [
             self._exchange_piece(layer, piece, buffers)
             for piece, buffers in zip(pieces, received, strict=True)
-            if piece.history
+            if piece.history and self._group.wanted(piece)
         ]
         return received, Pending.all(pending)
 
@@ -126,21 +137,51 @@ class Ulysses:
             return self._pool.k.new_empty(0, 2, self._pool.kv_heads, self._pool.head_dim)
         return torch.cat([torch.stack((run.k_thd, run.v_thd), dim=1) for run in runs])
 
-    def _batch_attention(self, rows: Tensor, history: list[list[Tensor]]) -> Tensor:
-        """fp32 outputs of all rows for own heads, (T, own q, d)."""
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of own heads, out of what the first exchange has gathered."""
         heads = self._split.query_count(self._group.member)
         kv_heads = self._split.key_count(self._group.member)
-        q_all = rows[:, :heads]
-        k_all, v_all = rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
-        outs, begin = [], 0
+        q_thd, k_thd, v_thd = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
+        return q_thd, k_thd, v_thd
+
+    def _batch_attention(
+        self,
+        layer: int,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        history: Iterable[list[Tensor]],
+    ) -> Tensor:
+        """Outputs of all pieces' rows (t, h, d), in q's dtype; `history` as `_with_history`. Zeros
+        for a withdrawn piece, which the layers that follow take like any other numbers."""
+        out_thd, begin = q_thd.new_empty(q_thd.shape), 0
         for piece, held in zip(self._group.job.pieces, history, strict=True):
-            piece_rows = slice(begin, begin + piece.length)
-            k, v, k_positions = self._with_history(
-                piece, held, k_all[piece_rows], v_all[piece_rows]
-            )
-            outs.append(self._by_uniform_heads(piece, q_all[piece_rows], k, v, k_positions))
+            rows = slice(begin, begin + piece.length)
             begin += piece.length
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            if not self._group.wanted(piece):
+                out_thd[rows] = 0
+                continue
+            keys = self._with_history(piece, held, k_thd[rows], v_thd[rows])
+            self._attend_piece(layer, piece, q_thd[rows], *keys, out_thd[rows])
+        return out_thd
+
+    def _attend_piece(
+        self,
+        layer: int,
+        piece: PrefillPiece,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        k_positions: Positions,
+        out_thd: Tensor,
+    ) -> None:
+        """Into `out_thd`, block by block."""
+        for rows in _blocks(q_thd, len(k_thd)):
+            with self._group.clock.timeline.phase("attention", layer=layer):
+                out_thd[rows] = self._by_uniform_heads(
+                    q_thd[rows], k_thd, v_thd, _chunk_positions(piece)[rows], k_positions
+                )
+            self._group.give_way()
 
     def _with_history(
         self, piece: PrefillPiece, held: list[Tensor], k_thd: Tensor, v_thd: Tensor
@@ -156,10 +197,10 @@ class Ulysses:
 
     def _by_uniform_heads(
         self,
-        piece: PrefillPiece,
         q_thd: Tensor,
         k_thd: Tensor,
         v_thd: Tensor,
+        q_positions: Positions,
         k_positions: Positions,
     ) -> Tensor:
         if not q_thd.shape[1]:
@@ -169,24 +210,13 @@ class Ulysses:
                 q_thd[:, queries],
                 k_thd[:, keys],
                 v_thd[:, keys],
-                q_positions=_chunk_positions(piece),
+                q_positions=q_positions,
                 k_positions=k_positions,
                 scale=self._scale,
             )[0]
             for queries, keys in self._split.uniform_runs(self._group.member)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-    def _whole_sequences(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-        """A group of one needs no exchange and no packing."""
-        outs, begin = [], 0
-        for piece in self._group.job.pieces:
-            rows = slice(begin, begin + piece.length)
-            held = [self._held_history(layer, piece)]
-            k, v, k_positions = self._with_history(piece, held, k_thd[rows], v_thd[rows])
-            outs.append(self._by_uniform_heads(piece, q_thd[rows], k, v, k_positions))
-            begin += piece.length
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _second_exchange(self, out_thd: Tensor, q_thd: Tensor) -> Tensor:
         """Own rows of all heads, from all rows of own heads."""
@@ -206,3 +236,12 @@ class Ulysses:
 
 def _chunk_positions(piece: PrefillPiece) -> range:
     return range(piece.start, piece.start + piece.length)
+
+
+def _blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
+    """Blocks of queries; one on a GPU, to which a layer is handed over as a whole anyway."""
+    tokens, heads, dim = q_thd.shape
+    rows = max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))
+    if q_thd.is_cuda:
+        rows = tokens
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))

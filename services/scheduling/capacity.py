@@ -34,11 +34,13 @@ class Capacity:
         longest = self.longest_answer(prompt_tokens)
         if output_tokens <= longest:
             return
-        limit = prompt_tokens + longest if longest > 0 else self._longest_prompt
+        limit = prompt_tokens + longest if longest > 0 else self.promised
         raise ContextLengthExceeded(
             prompt_tokens=prompt_tokens, output_tokens=output_tokens, limit=limit
         )
 
     @property
-    def _longest_prompt(self) -> int:
+    def promised(self) -> int:
+        """Tokens up to which prompt and answer may share the room as a client likes, as far as
+        the answer fits on one instance."""
         return min(self.context_limit, sum(self.prefill))

@@ -115,9 +115,11 @@ class _Round:
         self._join_batch(instance, request, placement)
 
     def _least_wait(self, roomy: list[PrefillInstance], tokens: int) -> int | None:
-        """Where an urgent prompt waits least: behind other urgent ones, and for a layer to end.
+        """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer.
 
-        A layer of a long job costs about as much as a short prompt, so it counts as one.
+        A part of a long job costs about as much as a short prompt, so it counts as one. Of equal
+        instances the one whose long jobs were overtaken less: what they share waits for the last
+        of its members, so that it is held up least when all give way alike.
         """
         rules = self._rules
         candidates = [it for it in roomy if _spare(it, rules.overtaking) >= tokens]
@@ -127,6 +129,7 @@ class _Round:
             candidates,
             key=lambda it: (
                 it.urgent_tokens + bool(it.long_jobs) * rules.short_tokens,
+                sum(job.overtaken_tokens for job in it.long_jobs),
                 it.outstanding_tokens,
                 topology_order(it.location),
             ),

@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from csps.protocols.csa_template import CsaTemplate
+from csps.protocols.topology import Location
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,13 @@ class ClusterState:
 
 
 @functools.cache  # a gang has few locations, and every round compares them over and over
-def topology_order(location: str) -> tuple[int, ...]:
+def topology_order(location: str) -> Location:
     """Sort key of a Rack-Server-GPU id: neighbours in this order are near each other (CSPS §3.2).
 
     >>> sorted(["0-10-0", "0-9-1"], key=topology_order)
     ['0-9-1', '0-10-0']
+
+    Raises:
+        ConfigError: it is none; those of an attached gang have been checked.
     """
-    return tuple(int(part) for part in location.split("-"))
+    return Location.parse(location)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -45,6 +48,13 @@ def request(rid: int, length: int = 40, sampling: Sampling = GREEDY) -> Request:
 
 def job(*requests: Request) -> PrefillJob:
     return job_of([it.piece() for it in requests], [0, 1])
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, name: str) -> Mock:
+    """A function that does what it did and notes how it was called."""
+    spy = Mock(wraps=pkgutil.resolve_name(name))
+    monkeypatch.setattr(name, spy)
+    return spy
 
 
 async def check_goes_on(cell: ThreadCell, model: Path) -> None:
@@ -110,7 +120,8 @@ async def test_under_way(tiny_llama: Path) -> None:
 
 
 async def test_one_of_a_batch(tiny_llama: Path) -> None:
-    """The others want the job: it runs to its end, and only then are the slots freed."""
+    """The others want the job: it runs to its end, and only then are the slots freed. That rank 1
+    has not heard of the victim when it is cancelled makes no difference: the leader tells it."""
     async with cell_of(tiny_llama) as cell:
         victim, other = request(VICTIM), request(BYSTANDER, 7)
         await cell.reserve(victim)
@@ -123,7 +134,35 @@ async def test_one_of_a_batch(tiny_llama: Path) -> None:
         cell.submit(cell.jobs[job_id], tokens, ranks=[1])
         answers = await cell.answer(other)
         assert answers == [greedy_tokens(tiny_llama, other.prompt.tolist(), GREEDY.max_tokens)]
+        assert not cell.tokens(VICTIM)  # the last layer was computed without it
         await cell.freed(BYSTANDER)
+        await check_goes_on(cell, tiny_llama)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
+async def test_one_of_a_batch_before_its_first_layer(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """Nothing is computed or sent of it but what its neighbours' rows come with."""
+    module = "ulysses" if strategy == "ulysses" else "sp_tp_attention"
+    attended = spied(monkeypatch, f"csps.actors.strategies.{module}.attention")
+    sent = spied(monkeypatch, "csps.actors.prefill.send_layer")
+    async with cell_of(tiny_llama) as cell:
+        ahead, victim, other = request(3, 5), request(VICTIM), request(BYSTANDER, 7)
+        for it in (ahead, victim, other):
+            await cell.reserve(it)
+        first = cell.submit(job(ahead), ahead.prompt, ranks=[0])  # stands still
+        tokens = np.concatenate([victim.prompt, other.prompt])
+        both = cell.submit(replace(job(victim, other), strategy=strategy), tokens, ranks=[0])
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()
+        cell.submit(cell.jobs[first], ahead.prompt, ranks=[1])
+        cell.submit(cell.jobs[both], tokens, ranks=[1])
+        for it, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
+            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), GREEDY.max_tokens)
+        assert max(len(call.args[0]) for call in attended.call_args_list) == len(other.prompt)
+        assert {call.kwargs["part"].piece.rid for call in sent.call_args_list} == {3, BYSTANDER}
+        await cell.freed(3, BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 
 

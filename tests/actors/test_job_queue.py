@@ -22,6 +22,11 @@ def job(
     return PrefillJob(job_id=job_id, group=group, bounds=(0, 1, 1), pieces=(piece,), urgent=urgent)
 
 
+def inside(running: PrefillJob) -> Callable[[PrefillJob], bool]:
+    """Whether all members of a job are members of the running one."""
+    return lambda job: set(running.group).issuperset(job.group)
+
+
 def next_id(queue: JobQueue) -> int:
     it = queue.next()
     assert it is not None
@@ -106,14 +111,15 @@ def test_a_job_that_never_arrives_is_an_error(
         queue.take(9)
 
 
-def test_only_urgent_jobs_whose_members_all_stand_still_may_run_now(queue: JobQueue) -> None:
+def test_only_urgent_jobs_that_may_run_now_are_named(queue: JobQueue) -> None:
     running = job(1, (0, 1, 2))
     queue.put(job(2, (0, 1)))
     queue.put(job(3, (1, 2), urgent=True))
     queue.put(job(4, (2, 3), urgent=True))
     queue.put(job(5, (2,), urgent=True))
-    assert queue.urgent_within(running, 6) == [3, 5]
-    assert queue.urgent_within(running, 1) == [3]
+    assert queue.urgent_within(running, inside(running), 6) == [3, 5]
+    assert queue.urgent_within(running, inside(running), 1) == [3]
+    assert queue.urgent_within(running, lambda job: job.group == (2,), 6) == [5]
 
 
 def test_a_chunk_never_overtakes_an_earlier_one_of_its_prompt(queue: JobQueue) -> None:
@@ -123,4 +129,4 @@ def test_a_chunk_never_overtakes_an_earlier_one_of_its_prompt(queue: JobQueue) -
     queue.put(job(4, rid=8, urgent=True))
     queue.put(job(5, rid=9, urgent=True))
     queue.put(job(6, rid=9, urgent=True))
-    assert queue.urgent_within(running, 6) == [5, 6]
+    assert queue.urgent_within(running, inside(running), 6) == [5, 6]

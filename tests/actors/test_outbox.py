@@ -21,6 +21,18 @@ class Sending(Pending):
             raise self._error
 
 
+def test_what_has_left_is_a_step_and_what_failed_is_none() -> None:
+    log: list[object] = []
+    steps: list[str] = []
+    outbox: Outbox[str] = Outbox(lambda job, failure: None, on_step=steps.append)
+    outbox.post("a", Sending("a1", log))
+    outbox.post("b", Sending("b1", log, RuntimeError()))
+    outbox.post("a", Sending("a2", log))
+    outbox.close()
+    outbox.run()
+    assert steps == ["a", "a"]
+
+
 def test_jobs_are_done_in_order_with_their_first_failure() -> None:
     log: list[object] = []
     outbox: Outbox[str] = Outbox(lambda job, failure: log.append((job, failure)))

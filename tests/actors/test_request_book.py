@@ -42,8 +42,8 @@ def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() ->
     book.enter(first)
     book.enter(second)
     assert not book.cancel(7)
-    assert book.unwanted(first)
-    assert not book.unwanted(second)  # request 8 is wanted
+    assert book.withdrawn(first) == {7}
+    assert book.withdrawn(second) == {7}  # request 8 is wanted
     assert book.settle(first, cancelled=True) == []
     assert book.settle(second, cancelled=False) == [7, 8]
 
@@ -66,7 +66,7 @@ def test_a_job_that_its_group_gave_up_before_this_rank_was_told() -> None:
     book.enter(first)
     book.enter(second)
     assert book.settle(first, cancelled=True) == []
-    assert book.unwanted(second)
+    assert book.withdrawn(second) == {7}
     assert book.settle(second, cancelled=True) == [7]
 
 
@@ -76,7 +76,7 @@ def test_cancelling_everything_frees_what_no_job_needs() -> None:
     book.settle(kept, cancelled=False)
     book.enter(waiting)
     assert book.cancel_all() == {7}
-    assert book.unwanted(waiting)
+    assert book.withdrawn(waiting) == {8}
     assert book.settle(waiting, cancelled=True) == [8]
 
 
@@ -101,7 +101,7 @@ class Lifetimes(RuleBasedStateMachine):
     def settle(self, cancelled: bool) -> None:
         if self.line:
             it = self.line.pop(0)
-            self.let_go(self.book.settle(it, cancelled=cancelled or self.book.unwanted(it)))
+            self.let_go(self.book.settle(it, cancelled=cancelled or self.unwanted(it)))
 
     @rule(rid=st.integers(0, 3))
     def cancel(self, rid: int) -> None:
@@ -111,7 +111,10 @@ class Lifetimes(RuleBasedStateMachine):
     @rule()
     def cancel_all(self) -> None:
         self.let_go(list(self.book.cancel_all()))
-        assert all(self.book.unwanted(it) for it in self.line)
+        assert all(self.unwanted(it) for it in self.line)
+
+    def unwanted(self, it: PrefillJob) -> bool:
+        return self.book.withdrawn(it) == {piece.rid for piece in it.pieces}
 
     def let_go(self, rids: list[int]) -> None:
         assert len(rids) == len(set(rids))

@@ -401,11 +401,18 @@ def test_bad_logits_are_named(sampling: Sampling, value: float, complaint: str) 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
-    with pytest.raises(BadLogits, match="every token is forbidden"):
-        TokenSampler(sampling, VOCAB).draw(torch.full((VOCAB,), -math.inf), 0)
+    with pytest.raises(BadLogits, match="all logits of token 3 are -inf"):
+        TokenSampler(sampling, VOCAB).draw(torch.full((VOCAB,), -math.inf), 3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_forbidding_every_token_is_the_clients_mistake(sampling: Sampling) -> None:
     unending = replace(sampling, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))
-    with pytest.raises(BadLogits, match="every token is forbidden"):
+    with pytest.raises(InvalidRequest, match="every token is forbidden"):
         TokenSampler(unending, VOCAB).draw(logits_of(0), 1)
+    samplers = [TokenSampler(it, VOCAB) for it in (sampling, unending)]
+    draws = draw_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
+    assert [type(draw) for draw in draws] == [Draw, InvalidRequest]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout, even_share
 from csps.actors.mesh import Mesh
+from csps.actors.strategies import ulysses as ulysses_module
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
@@ -35,6 +37,8 @@ class Case:
     bounds: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype = torch.float64
+    withdrawn: frozenset[int] = frozenset()
+    """Requests that are not wanted any more."""
 
     @property
     def members(self) -> int:
@@ -68,7 +72,7 @@ def ulysses(case: Case) -> tuple[Tensor, list[list[int]]]:
         member = case.order.index(mesh.rank)
         job = PrefillJob(job_id=1, group=case.order, bounds=case.bounds, pieces=case.pieces)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
-        group = SpGroup(mesh, layout, job, member, JobClock())
+        group = SpGroup(mesh, layout, job, member, JobClock(), withdrawn=set(case.withdrawn))
         pool = pool_with_history(case, member, keys, values)
         strategy = Ulysses(
             group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=HEAD_DIM**-0.5
@@ -115,7 +119,7 @@ def dense(case: Case) -> Tensor:
             q_positions=torch.arange(piece.start, piece.start + piece.length),
             k_positions=torch.arange(len(k)),
         )
-        outs.append(out)
+        outs.append(torch.zeros_like(out) if piece.rid in case.withdrawn else out)
         begin += piece.length
     return torch.cat(outs)
 
@@ -151,13 +155,31 @@ def cases(draw: st.DrawFn) -> Case:
         pieces=pieces,
         bounds=(0, *inner, total),
         order=tuple(draw(st.permutations(range(members)))),
+        withdrawn=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
     )
+
+
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    """Attention works off so many queries at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ulysses_module, "BLOCK_PRODUCTS", 0)
+        patch.setattr(ulysses_module, "MIN_BLOCK_ROWS", rows)
+        yield
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, _ = ulysses(case)
+    torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.integers(1, 9))
+def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> None:
+    with blocks_of(rows):
+        out, _ = ulysses(case)
     torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
 
 
@@ -222,7 +244,7 @@ def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
                 share.span.length
                 for piece in case.pieces
                 for share in piece.history
-                if share.instance == sender
+                if share.instance == sender and piece.rid not in case.withdrawn
             )
             vectors = rows[i] * (len(theirs) + 2 * theirs_kv) + history * 2 * theirs_kv
             vectors += rows[j] * len(even_share(case.heads, case.members, i))

@@ -1,20 +1,26 @@
-"""Short jobs run between two layers of a long one.
+"""Short jobs run inside a long one: between two layers, or between two parts of a layer.
 
 Nothing here is a matter of time: a job that one member of its group has not received stands still
-at its first layer, so a test decides what arrives before it goes on.
+at its first layer, so a test decides what arrives before it goes on. `Doors` hold a job in the
+middle of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from gang_cell import Request, even_shares, job_of, prompt_of
-from gang_threads import ThreadCell, thread_cell
+import pytest
+from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
+from torch import Tensor
 
+from csps.actors.strategies import ulysses
 from csps.protocols.messages import PrefillDone, PrefillJob, TokenDrawn
 
 
@@ -62,9 +68,60 @@ class Line:
 
 
 @asynccontextmanager
-async def line(model: Path, prefill: int) -> AsyncIterator[Line]:
-    async with thread_cell(model, prefill=prefill, decode=1) as cell:
+async def line(model: Path, prefill: int, tp: int = 1) -> AsyncIterator[Line]:
+    async with thread_cell(model, prefill=prefill, decode=1, prefill_tp=tp) as cell:
         yield Line(cell)
+
+
+class Doors:
+    """Before the second and before the third block of queries of a layer's attention."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, rows: int) -> None:
+        """Blocks have so many rows from now on; jobs of fewer rows meet no door."""
+        self.second, self.third = threading.Event(), threading.Event()
+        self.ranks_waiting = threading.Semaphore(0)
+        self._blocks = ulysses._blocks
+        patch.setattr(ulysses, "BLOCK_PRODUCTS", 0)
+        patch.setattr(ulysses, "MIN_BLOCK_ROWS", rows)
+        patch.setattr(ulysses, "_blocks", self._held)
+
+    def _held(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
+        for number, rows in enumerate(self._blocks(q_thd, keys)):
+            if number:
+                door = self.second if number == 1 else self.third
+                self.ranks_waiting.release()
+                assert door.wait(ANSWER_S), "the door stayed closed"
+            yield rows
+
+
+async def test_an_urgent_job_of_one_rank_runs_inside_a_layer(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doors = Doors(monkeypatch, rows=30)
+    async with line(tiny_llama, 2) as it:
+        long = await it.add(80, [0, 1])
+        shared = await it.add(5, [0, 1], urgent=True)
+        alone = [await it.add(5, [rank], urgent=True) for rank in (1, 0)]
+        await it.send([long], [0, 1])
+        for _ in (0, 1):
+            assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
+        await it.send([shared, *alone], [0, 1])
+        doors.second.set()
+        await eventually(lambda: set(it.drawn_order()) == set(alone))
+        doors.third.set()
+        await it.finish(tiny_llama)
+        assert it.drawn_order()[2:] == [shared, long]
+        assert all(done.yielded_s > 0 for done in it.done(long))
+
+
+async def test_the_ranks_of_an_instance_run_an_urgent_job_together(tiny_llama: Path) -> None:
+    async with line(tiny_llama, 1, tp=2) as it:
+        long = await it.add(80, [0])
+        urgent = await it.add(5, [0], urgent=True)
+        await it.send([long, urgent], [0])
+        await it.send([long, urgent], [1])
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [urgent, long]
 
 
 async def test_an_urgent_job_runs_inside_a_long_one(tiny_llama: Path) -> None:
@@ -131,7 +188,7 @@ async def test_more_urgent_jobs_than_fit_into_one_order(tiny_llama: Path) -> Non
     """The leader names six at a time; the others follow at the next layer."""
     async with line(tiny_llama, 2) as it:
         long = await it.add(80, [0, 1])
-        short = [await it.add(3, [index % 2], urgent=True) for index in range(9)]
+        short = [await it.add(3, [0, 1], urgent=True) for _ in range(9)]
         await it.send([long, *short], [0])
         await it.send([long, *short], [1])
         await it.finish(tiny_llama)
@@ -139,13 +196,13 @@ async def test_more_urgent_jobs_than_fit_into_one_order(tiny_llama: Path) -> Non
 
 
 async def test_leaders_of_two_long_jobs_name_one_urgent_job(tiny_llama: Path) -> None:
-    """Member 1 runs it inside the first; the second's leader, who was not there, still has it."""
-    async with line(tiny_llama, 3) as it:
-        first = await it.add(60, [0, 1])
-        second = await it.add(60, [2, 1])
-        urgent = await it.add(4, [1], urgent=True)
+    """Two members run it inside the first; the second's leader, who was not there, still has it."""
+    async with line(tiny_llama, 4) as it:
+        first = await it.add(60, [0, 1, 2])
+        second = await it.add(60, [3, 1, 2])
+        urgent = await it.add(4, [1, 2], urgent=True)
         everything = [first, second, urgent]
-        await it.send(everything, [0, 2])
+        await it.send(everything, [0, 2, 3])
         await it.send(everything, [1])
         await it.finish(tiny_llama)
         assert it.drawn_order() == [urgent, first, second]

@@ -23,6 +23,7 @@ from csps.protocols.messages import (
     KvLanded,
     PrefillDone,
     PrefillJob,
+    PrefillProgress,
     RankDescription,
     RequestFailed,
     Reserve,
@@ -101,7 +102,7 @@ class FakeRank:
             rank=self.rank,
             world_size=gang.world_size,
             tp=gang.tp,
-            location=f"0-0-{self.rank}",
+            location=gang.locations[self.rank],
             kv_slots=gang.kv_slots,
             kv_bytes_per_token=8,
             layers=2,
@@ -205,6 +206,7 @@ class FakeGang:
         self.role, self.gang_id, self.tp = role, gang_id, tp
         self.kv_slots, self.fingerprint = kv_slots, fingerprint
         self.world_size = instances * tp
+        self.locations = [f"0-0-{rank}" for rank in range(self.world_size)]
         self.may_bridge, self.may_reserve = asyncio.Event(), asyncio.Event()
         self.may_bridge.set()
         self.may_reserve.set()
@@ -312,6 +314,15 @@ class FakeCell:
         else:
             self.decode = gang
             self.directory.publish(replace(view, decode=members))
+
+    async def tell_progress(self, rank: int, job: PrefillJob) -> None:
+        """A prefill rank says that it gets on, and the router has heard of it."""
+        heard = self.dispatcher._execution._prefill_heard
+        before = dict(heard)
+        self.prefill.ranks[rank].tell(
+            "prefill_progress", PrefillProgress(job_id=job.job_id, rank=rank)
+        )
+        await until(lambda: heard != before)
 
     # --- one request's way, step by step ---
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fake_gangs import FakeCell, FakeGang, fake_cell, generation, turns, until
@@ -17,8 +19,9 @@ from csps.protocols.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.messages import TokenDrawn
+from csps.protocols.messages import PrefillProgress, TokenDrawn
 from csps.protocols.plans import Plan, PlanRequest
+from csps.services import execution
 from csps.services.admission import QueueLimits
 from csps.services.dispatch import DispatchDeadlines
 from csps.services.execution import ExecutionDeadlines
@@ -376,6 +379,25 @@ async def test_a_request_is_tried_so_often_and_no_more() -> None:
         await cell.settled()
 
 
+async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
+    async with fake_cell() as cell:
+        suspect, other = cell.submit(), cell.submit(tokens=3000)
+        await cell.prefilling(suspect)
+        await cell.prefilling(other)
+        await cell.prefill.kill(0)  # it was not alone
+        await until(lambda: suspect.state == other.state == "queued")
+        other.cancel()
+        for gang_id in ("p2", "p3"):
+            assert not suspect.ended
+            await cell.replace(FakeGang("prefill", gang_id))
+            await cell.prefilling(suspect)
+            await cell.prefill.kill(0)
+            await until(lambda: suspect.state != "prefill")
+        with pytest.raises(GangLost):
+            await read(suspect)
+        assert suspect.lone_losses == 2
+
+
 async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
     async with fake_cell() as cell:
         running = cell.submit()
@@ -411,9 +433,33 @@ async def test_requests_may_come_before_the_gangs() -> None:
             await read(never_fits)
 
 
+async def test_gangs_that_come_while_a_request_is_planned_may_be_too_small_for_it() -> None:
+    """It must not get in line, where all that is longer than short would wait behind it."""
+    planned = asyncio.Event()
+
+    async def planner(request: PlanRequest) -> Plan:
+        if request.prompt_tokens == 30_000:
+            await planned.wait()
+        return Plan(reason="as asked")
+
+    deadlines = DispatchDeadlines(plan_s=10.0, watch_s=0.01)
+    async with fake_cell(ready=False, planner=planner, deadlines=deadlines) as cell:
+        never_fits = cell.submit(tokens=30_000)
+        assert cell.dispatcher.capacity is None
+        await until(lambda: cell.dispatcher.ready)
+        planned.set()
+        await until(lambda: never_fits.state == "failed")
+        with pytest.raises(ContextLengthExceeded):
+            await read(never_fits)
+        fits = cell.submit(tokens=2_000)
+        cell.finish(await cell.decoding(fits), 4)
+        assert len(await read(fits)) == 4
+        await cell.settled()
+
+
 async def test_a_silent_gang_is_reset() -> None:
-    execution = ExecutionDeadlines(prefill_progress_s=0.05)
-    deadlines = DispatchDeadlines(watch_s=0.01, execution=execution)
+    silence = ExecutionDeadlines(prefill_progress_s=0.05)
+    deadlines = DispatchDeadlines(watch_s=0.01, execution=silence)
     async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
         running = cell.submit()
         await cell.prefilling(running)
@@ -425,9 +471,69 @@ async def test_a_silent_gang_is_reset() -> None:
         await until(lambda: cell.dispatcher.ready)
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], float]:
+    """Has what is carried out take so many seconds; returns the time then."""
+    passed = 0.0
+
+    def pass_by(seconds: float) -> float:
+        nonlocal passed
+        passed += seconds
+        return time.monotonic() + passed
+
+    clock = Mock(wraps=time, monotonic=lambda: time.monotonic() + passed)
+    monkeypatch.setattr(execution, "time", clock)
+    return pass_by
+
+
+async def test_a_job_may_take_any_time_as_long_as_it_is_heard_of(
+    later: Callable[[float], float],
+) -> None:
+    limit_s = ExecutionDeadlines().prefill_progress_s
+    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
+        check = cell.dispatcher._execution.check_deadlines
+        job = await cell.prefilling(cell.submit(tokens=2000))
+        assert len(job.group) == 2
+        for _ in range(5):
+            assert not list(check(later(limit_s - 1.0)))
+            await cell.tell_progress(0, job)
+        assert [role for role, _ in check(later(limit_s + 1.0))] == ["prefill"]
+
+
+async def test_a_job_that_hangs_is_noticed_while_others_go_on(
+    later: Callable[[float], float],
+) -> None:
+    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
+        hangs = await cell.prefilling(cell.submit(tokens=900))
+        goes_on = await cell.prefilling(cell.submit(tokens=900))
+        assert set(hangs.group).isdisjoint(goes_on.group)
+        now = later(ExecutionDeadlines().prefill_progress_s + 1.0)
+        await cell.tell_progress(goes_on.group[0], goes_on)
+        assert [role for role, _ in cell.dispatcher._execution.check_deadlines(now)] == ["prefill"]
+        cell.prefill.finish_job(hangs)
+        await until(lambda: not cell.dispatcher._execution._jobs.get(hangs.job_id))
+        assert not list(cell.dispatcher._execution.check_deadlines(now))
+
+
+async def test_progress_of_a_former_routers_job_is_no_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The ranks are attached, and still end it."""
+    gang = FakeGang("prefill", "p1")
+    gang.may_bridge.clear()
+    async with fake_cell(prefill=gang, ready=False) as cell:
+        await until(lambda: all(rank.bridges for rank in gang.ranks))
+        gang.leader.tell("prefill_progress", PrefillProgress(job_id=1, rank=0))
+        gang.may_bridge.set()
+        running = cell.submit()
+        cell.finish(await cell.decoding(running), 4)
+        assert len(await read(running)) == 4
+        assert not [it for it in caplog.records if it.exc_info]
+
+
 async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
-    execution = ExecutionDeadlines(decode_progress_s=0.05)
-    async with fake_cell(deadlines=DispatchDeadlines(watch_s=0.01, execution=execution)) as cell:
+    silence = ExecutionDeadlines(decode_progress_s=0.05)
+    async with fake_cell(deadlines=DispatchDeadlines(watch_s=0.01, execution=silence)) as cell:
         cell.decode.obeys_cancel = False
         running = cell.submit()
         await cell.prefilling(running)
@@ -448,8 +554,8 @@ async def test_a_prefill_job_without_a_first_token_is_tried_again() -> None:
 
 
 async def test_kv_that_does_not_land_fails_the_request() -> None:
-    execution = ExecutionDeadlines(landing_s=0.05)
-    deadlines = DispatchDeadlines(watch_s=0.01, execution=execution)
+    silence = ExecutionDeadlines(landing_s=0.05)
+    deadlines = DispatchDeadlines(watch_s=0.01, execution=silence)
     async with fake_cell(deadlines=deadlines) as cell:
         running = cell.submit()
         job = await cell.prefilling(running)
@@ -491,10 +597,16 @@ async def test_what_never_fits_is_refused_with_both_numbers() -> None:
 
 
 async def fails(request: PlanRequest) -> Plan:
-    raise LookupError("no profile")
+    raise LookupError("cannot connect to 10.0.0.3:41235")
 
 
-@pytest.mark.parametrize(("planner", "reason"), [(fails, "no profile"), (never, "within 0.05 s")])
+@pytest.mark.parametrize(
+    ("planner", "reason"),
+    [
+        (fails, "the configurator failed"),
+        (never, "the configurator did not answer within 0.05 s"),
+    ],
+)
 async def test_without_a_plan_the_request_runs_exact(
     planner: Callable[[PlanRequest], Coroutine[Any, Any, Plan]], reason: str
 ) -> None:
@@ -503,7 +615,7 @@ async def test_without_a_plan_the_request_runs_exact(
         await cell.prefilling(running)
         assert running.plan is not None
         assert running.plan.attention == "exact"
-        assert reason in running.plan.reason
+        assert running.plan.reason == reason  # clients read it: nothing of our inside
 
 
 async def test_a_request_with_a_deadline_fails_at_it() -> None:

@@ -340,6 +340,15 @@ def test_short_prompts_avoid_instances_with_long_jobs() -> None:
     assert job.group == (1,)
 
 
+def test_members_of_a_long_job_take_turns_with_short_prompts() -> None:
+    busy = [
+        prefill(0, long_jobs=(LongJob(tokens=900, overtaken_tokens=50),)),
+        prefill(1, long_jobs=(LongJob(tokens=901, overtaken_tokens=0),)),
+    ]
+    (job,) = POLICY.decide(state([waiting(1, 50)], busy))
+    assert job.group == (1,)
+
+
 def test_a_long_job_is_overtaken_by_its_own_size_and_no_more() -> None:
     busy = [prefill(0, long_jobs=(LongJob(tokens=900, overtaken_tokens=850),))]
     (job,) = POLICY.decide(state([waiting(1, 60), waiting(2, 40)], busy))

@@ -1,0 +1,109 @@
+"""A job that is stopped between two layers is no error in its trace, and tells what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
+from gang_threads import thread_cell
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tiny_checkpoints import make_checkpoint
+
+from csps.actors.prefill import PrefillLoop
+from csps.actors.prefill_orders import PrefillOrders
+from csps.actors.timeline_export import CANCELLED, EXCHANGE_S, LAYER, PHASE
+from csps.protocols.csa import CsaPlan
+from csps.protocols.messages import PrefillDone
+
+TIMELINE = {
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "tracestate": "csps=timeline",
+}
+LAYERS, VICTIM = 4, 1
+FIRST_EXCHANGE = {"sp_tp": "all-gather", "ulysses": "first all-to-all", "csa": "first all-to-all"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Spans of this test, with an SDK of its own."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a leader has said how its group goes on for the first time: into layer 0."""
+    happened, decide = threading.Event(), PrefillLoop._decide
+
+    def noted(self: PrefillLoop, *arguments: Any) -> PrefillOrders:
+        orders = decide(self, *arguments)
+        happened.set()
+        return orders
+
+    monkeypatch.setattr(PrefillLoop, "_decide", noted)
+    return happened
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tp"),
+    [("ulysses", 1), ("csa", 1), ("sp_tp", 1), ("sp_tp", 2), ("gathered_weights", 2)],
+)
+async def test_a_stopped_job(
+    model: Path, exported: InMemorySpanExporter, decided: threading.Event, strategy: str, tp: int
+) -> None:
+    plan = None
+    if strategy in ("csa", "sp_tp"):
+        locations = ["0-0-0", "0-1-0"]
+        plan = CsaPlan.uniform(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
+    it = Request(rid=VICTIM, prompt=prompt_of(60), shares=even_shares(60, [0]))
+    async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1) as cell:
+        await cell.reserve(it)
+        job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
+        job_id = cell.submit(job, it.prompt, ranks=[0])
+        assert await asyncio.to_thread(decided.wait, ANSWER_S)
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()  # rank 0 waits in its first layer for the others, and knows
+        cell.submit(cell.jobs[job_id], it.prompt, ranks=range(1, 2 * tp))
+        await cell.prefilled(job_id)
+        assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
+        await cell.freed(VICTIM)
+    spans = exported.get_finished_spans()
+    jobs = [span for span in spans if span.name == "prefill.compute"]
+    assert len(jobs) == 2 * tp
+    for span in jobs:
+        check_stopped(span)
+        phases = [it for it in spans if it.parent == span.context]
+        check_phases(phases, FIRST_EXCHANGE.get(strategy, "first all-to-all"))
+
+
+def check_stopped(span: ReadableSpan) -> None:
+    """Stopped, not failed: neither status nor a stack trace says otherwise."""
+    assert span.attributes is not None
+    assert span.status.status_code is trace.StatusCode.UNSET
+    assert span.events == ()
+    assert span.attributes[CANCELLED] is True
+    assert float(str(span.attributes[EXCHANGE_S])) > 0
+
+
+def check_phases(phases: list[ReadableSpan], exchange: str) -> None:
+    """Of the layer that was computed, its exchange among them, and of no other."""
+    attributes = [it.attributes for it in phases if it.attributes is not None]
+    assert exchange in {it[PHASE] for it in attributes}
+    assert {it[LAYER] for it in attributes if LAYER in it} <= {0, 1}  # 1: fetched ahead

@@ -1,0 +1,42 @@
+"""Ranks at work speak at every layer, and not so often that the router would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_threads import thread_cell
+
+from csps.actors import progress_report
+from csps.actors.progress_report import REPORT_S, ProgressReport
+from csps.protocols.messages import PrefillProgress
+
+
+def test_steps_are_told_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(1, 100.0), (1, 100.1), (2, 100.9), (2, 100.0 + REPORT_S), (2, 101.5)]
+    clock = Mock(side_effect=[now for _, now in steps])
+    monkeypatch.setattr(progress_report, "time", Mock(monotonic=clock))
+    told: list[tuple[str, Any]] = []
+    report = ProgressReport(lambda *word: told.append(word), rank=3)
+    for job_id, _ in steps:
+        report.step(job_id)
+    words = [PrefillProgress(job_id=job_id, rank=3) for job_id in (1, 2)]
+    assert told == [("prefill_progress", word) for word in words]
+
+
+async def test_every_rank_of_a_group_speaks_at_every_layer(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
+    async with thread_cell(tiny_llama, prefill=3, decode=1) as cell:
+        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0]))
+        await cell.reserve(request)
+        job_id = cell.submit(job_of([request.piece()], [2, 0]), request.prompt)
+        await cell.prefilled(job_id)
+        spoken = [len(cell.about(PrefillProgress, job_id=job_id, rank=rank)) for rank in range(3)]
+        layers = cell.prefill_gang.ranks[0].engine.spec.layers
+        assert min(spoken[0], spoken[2]) >= layers
+        assert spoken[1] == 0

@@ -1,0 +1,86 @@
+"""A job that no strategy can run is refused when it arrives; the gang lives on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gang_cell import ANSWER_S, GREEDY, Cell, Request, even_shares, job_of, prompt_of
+from gang_processes import process_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.csa import CsaPlan, LayerGroup
+from csps.protocols.errors import ConfigError
+from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
+from csps.protocols.schema import pack
+
+GROUP = (0, 1)
+UNKNOWN = "unknown strategy 'ulises'; did you mean 'ulysses'?"
+NO_PLAN = "strategy 'ulysses' is exact and takes no sparse attention plan; allowed with one are csa"
+RATIOS = "3 drop ratios of one level; allowed are one for all KV heads, or 2, one per KV head"
+
+
+def request(rid: int) -> Request:
+    return Request(rid=rid, prompt=prompt_of(40, rid), shares=even_shares(40, [0]))
+
+
+def plan(*drop_ratios: float) -> CsaPlan:
+    """Of layer 1 at level 2, by KV head."""
+    group = LayerGroup(first=1, stop=2, drop_ratios=(drop_ratios,))
+    return CsaPlan(locations=("0-0-0", "0-0-1"), levels=2, layer_groups=(group,))
+
+
+def bad_jobs(it: Request) -> list[tuple[PrefillJob, str]]:
+    """Well-formed messages that ask for what is not there, and what is said of them."""
+    pieces = [it.piece()]
+    return [
+        (job_of(pieces, GROUP, strategy="ulises"), UNKNOWN),
+        (job_of(pieces, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
+        (job_of(pieces, GROUP, strategy="gathered_weights", csa=plan(0.5)), "is exact and takes"),
+        (job_of(pieces, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (job_of(pieces, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+    ]
+
+
+async def test_a_job_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> None:
+    async with process_cell(tiny_llama, prefill=2, decode=1) as cell:
+        cell.failures_expected = True
+        for rid, (_, what) in enumerate(bad_jobs(request(1)), start=1):
+            it = request(rid)
+            job, _ = bad_jobs(it)[rid - 1]
+            await check_asked(cell, job, what)
+            await check_told(cell, it, job, what)
+        await check_serves(cell, tiny_llama)
+
+
+async def check_asked(cell: Cell, job: PrefillJob, what: str) -> None:
+    """A call has an error for its answer."""
+    for client in cell.prefill.clients:
+        with pytest.raises(ConfigError) as refused:
+            await client.call("prefill", pack(job), deadline_s=ANSWER_S)
+        assert what in str(refused.value)
+
+
+async def check_told(cell: Cell, it: Request, job: PrefillJob, what: str) -> None:
+    """The router sends jobs as notifications: it learns that the job is over and why."""
+    await cell.reserve(it)
+    job_id = cell.submit(job, it.prompt)
+    await cell.prefilled(job_id)
+    assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
+    failures = cell.about(RequestFailed, rid=it.rid)
+    assert {(failed.rank, failed.code) for failed in failures} == {
+        (rank, "ConfigError") for rank in GROUP
+    }
+    assert all(what in failed.message for failed in failures)
+    cell.cancel(it.rid)
+    await cell.freed(it.rid)
+
+
+async def check_serves(cell: Cell, model: Path) -> None:
+    """Neither a rank nor a slot is lost."""
+    it = request(99)
+    answers = await cell.generate(it, group=GROUP)
+    assert answers == [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens)]
+    await cell.freed(99)
+    await cell.prefilled(max(cell.jobs))
+    assert await cell.used_slots() == {0}

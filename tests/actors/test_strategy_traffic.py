@@ -1,0 +1,140 @@
+"""Bytes on the wire of exact strategies, against the formulas by which the configurator chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
+from tiny_checkpoints import make_checkpoint
+from torch import Tensor
+
+from csps.actors.engine import Engine
+from csps.actors.mesh import InstanceGroup
+from csps.actors.strategies.gathered_weights import GatheredWeights
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.sp_tp import SpTp
+from csps.actors.strategies.ulysses import Ulysses
+from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.traffic import (
+    Traffic,
+    gathered_weights_traffic,
+    sp_tp_traffic,
+    ulysses_traffic,
+)
+from csps.protocols.csa import CsaPlan
+
+LAYERS, TOKENS, FP32 = 2, 48, 4
+GANGS = {
+    "4x1": (4, 1, 8, 4),
+    "2x2": (2, 2, 8, 4),
+    "1x4": (1, 4, 8, 4),
+    "4x1, KV head of two members": (4, 1, 8, 2),
+    "2x2, KV head of two ranks": (2, 2, 8, 1),
+    "4x1, two members without heads": (4, 1, 2, 1),
+}
+"""Instances, tensor-parallel ranks of each, query heads and KV heads."""
+
+summed: list[int] = []
+"""Elements of every sum over an instance, on every rank."""
+
+
+@pytest.fixture(scope="module", params=list(GANGS.values()), ids=list(GANGS))
+def gang(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StrategyRanks]:
+    instances, tp, heads, kv_heads = request.param
+    model: Path = make_checkpoint(
+        tmp_path_factory.mktemp("traffic"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InstanceGroup, "all_reduce", _counted(InstanceGroup.all_reduce))
+        with strategy_ranks(model, instances=instances, tp=tp) as ranks:
+            yield ranks
+
+
+def group_of(gang: StrategyRanks) -> GroupShape:
+    """The first half of the instances on one server."""
+    instances = gang.engines[0].layout.instances
+    return GroupShape(
+        servers=tuple(2 * index // instances for index in range(instances)),
+        tp=gang.engines[0].layout.tp,
+    )
+
+
+def _counted(
+    all_reduce: Callable[[InstanceGroup, Tensor], Tensor],
+) -> Callable[[InstanceGroup, Tensor], Tensor]:
+    def counting(group: InstanceGroup, tensor: Tensor) -> Tensor:
+        summed.append(tensor.numel())
+        return all_reduce(group, tensor)
+
+    return counting
+
+
+def shape_of(gang: StrategyRanks) -> AttentionShape:
+    spec = gang.network.spec
+    return AttentionShape(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        layers=spec.layers,
+    )
+
+
+def measured(gang: StrategyRanks, make: MakeStrategy) -> Traffic:
+    """Elements that a job sends in one layer, sums over instances by a ring among them; but not
+    the MLP's sum, which is the same for all strategies."""
+    instances, group = gang.engines[0].layout.instances, group_of(gang)
+    for engine in gang.engines:
+        engine.mesh.bytes_sent[:] = [0] * engine.mesh.world_size
+    summed.clear()
+    bounds = [TOKENS * index // instances for index in range(instances + 1)]
+    gang.run(job_of(bounds, [TOKENS]), make)
+    sums = sum(summed) / LAYERS - TOKENS * gang.network.spec.hidden * group.tp * (group.tp > 1)
+    total = Traffic(inside=sums * 2 * (group.tp - 1) / group.tp)
+    for engine in gang.engines:
+        for peer, sent in enumerate(engine.mesh.bytes_sent):
+            elements = sent / FP32 / LAYERS
+            here = group.servers[engine.instance]
+            near = group.servers[engine.layout.instance_of(peer)] == here
+            total += Traffic(inside=elements) if near else Traffic(between=elements)
+    return total
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+@pytest.mark.parametrize("micro_partitions", [1, 3])
+def test_sp_tp(gang: StrategyRanks, hierarchical: bool, micro_partitions: int) -> None:
+    group = group_of(gang)
+    plan = CsaPlan.uniform(
+        [f"0-{server}-{index}" for index, server in enumerate(group.servers)],
+        levels=1,
+        layers=LAYERS,
+        micro_partitions=micro_partitions,
+    )
+    actual = measured(gang, lambda g, engine: SpTp(g, engine, plan, hierarchical=hierarchical))
+    assert actual == sp_tp_traffic(shape_of(gang), group, TOKENS, hierarchical=hierarchical)
+
+
+def ulysses(group: SpGroup, engine: Engine) -> nullcontext[Ulysses]:
+    kv_heads = len(engine.kv_heads)
+    scale = engine.spec.scale
+    return nullcontext(
+        Ulysses(group, engine.pool, heads=engine.heads, kv_heads=kv_heads, scale=scale)
+    )
+
+
+def test_ulysses(gang: StrategyRanks) -> None:
+    assert measured(gang, ulysses) == ulysses_traffic(shape_of(gang), group_of(gang), TOKENS)
+
+
+def test_gathered_weights(gang: StrategyRanks) -> None:
+    expected = gathered_weights_traffic(shape_of(gang), group_of(gang), TOKENS)
+    assert measured(gang, GatheredWeights) == expected
