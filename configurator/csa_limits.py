@@ -24,10 +24,26 @@ def check_csa(request: PlanRequest) -> None:
     _check_strategy(request)
 
 
+def check_layers(request: PlanRequest, layers: int) -> None:
+    """Refuse more drop ratios than the model has layers.
+
+    Raises:
+        InvalidRequest: so many were asked for.
+    """
+    if (ratios := request.csa.drop_ratios) is not None and len(ratios) > layers:
+        raise InvalidRequest(
+            f"csps.drop_ratio: must be at most {layers} by layer, as the model has no more, "
+            f"not {len(ratios)}",
+            param="csps.drop_ratio",
+        )
+
+
 def ntp_only(variant: CsaVariant) -> str | None:
     """The option, if there is one, that SP-TP does not have."""
     if variant.nested:
         return "'nested'"
+    if variant.decode_kept_only:
+        return "'decode_kept_only'"
     return "'importance_layer': 'same'" if variant.importance_layer == "same" else None
 
 
@@ -50,12 +66,22 @@ def _check_levels(request: PlanRequest) -> None:
 
 
 def _check_micro_partitions(request: PlanRequest) -> None:
-    count, tokens = request.csa.micro_partitions, request.prompt_tokens
-    if count is not None and count > tokens:
-        raise InvalidRequest(
-            f"csps.micro_partitions: must be 1 to {tokens}, the tokens of the prompt, not {count}",
-            param="csps.micro_partitions",
-        )
+    counts, tokens = request.csa.micro_partitions or (), request.prompt_tokens
+    for count in counts:
+        if count > tokens:
+            raise InvalidRequest(
+                f"csps.micro_partitions: must be 1 to {tokens}, the tokens of the prompt, "
+                f"not {count}",
+                param="csps.micro_partitions",
+            )
+    if request.csa.levels is None and request.locations:
+        levels = len(ordered_topology(request).granularities)
+        if len(counts) > levels:
+            raise InvalidRequest(
+                f"csps.micro_partitions: must be at most {levels} by level, which is all that the "
+                f"gang's locations tell apart, not {len(counts)}",
+                param="csps.micro_partitions",
+            )
 
 
 def _check_importance(variant: CsaVariant) -> None:

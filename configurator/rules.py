@@ -1,21 +1,20 @@
 """A configurator that goes by rules: exact unless asked for sparse attention, and no predictions.
 
 What the client fixes is done; what it leaves open is decided so that nothing is lost that it did
-not give away: no token is dropped without a drop ratio.
+not give away: no token is dropped without a drop ratio. How a prompt's attention is spread over
+ranks loses nothing either way, and is what moves least (`csps.configurator.strategy_choice`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from csps.configurator.csa_limits import check_csa, ntp_only, ordered_topology
-from csps.configurator.strategy_choice import (
-    AttentionShape,
-    GroupShape,
-    choose_strategy,
-    ntp_traffic,
-    sp_tp_traffic,
-)
+from csps.configurator.csa_limits import check_csa, check_layers, ntp_only, ordered_topology
+from csps.configurator.expected_group import PartitionSizes, even_spts
+from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.strategy_choice import Strategy, exact_options, least, sparse_options
+from csps.configurator.traffic import Traffic
 from csps.protocols.csa_template import CsaTemplate
 from csps.protocols.plans import Architecture, Plan, PlanRequest
 
@@ -33,71 +32,115 @@ class RuleConfigurator:
     Parameters
     ----------
     shape
-        The model's attention, for the choice between SP-NTP and SP-TP.
+        The model's attention, for what each strategy moves.
+    sizes
+        The policy's, for the group that a prompt will run on.
+    link_ratio
+        How much longer an element takes between servers than inside one.
     """
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        sizes: PartitionSizes | None = None,
+        link_ratio: float = 1.0,
+    ) -> None:
         self._shape = shape
+        self._sizes = sizes or PartitionSizes()
+        self._link_ratio = link_ratio
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan for one request.
 
         Raises:
-            InvalidRequest: it asks for sparse attention that the gang or the prompt cannot have.
+            InvalidRequest: it asks for sparse attention that the gang, the model or the prompt
+                cannot have.
         """
         check_csa(request)
         if request.attention == "csa":
+            check_layers(request, self._shape.layers)
             return self._sparse(request)
-        return Plan(attention="exact", predicted_accuracy_loss=0.0, reason=_why_exact(request))
+        return self._exact(request)
+
+    # --- exact ---------------------------------------------------------------------------------
+
+    def _exact(self, request: PlanRequest) -> Plan:
+        strategy, why = self._exact_strategy(request)
+        return Plan(
+            attention="exact",
+            strategy=strategy,
+            csa=_where_it_stands() if strategy == "sp_tp" else None,
+            predicted_accuracy_loss=0.0,
+            reason=f"{_why_exact(request)}; {why}",
+        )
+
+    def _exact_strategy(self, request: PlanRequest) -> tuple[Strategy, str]:
+        if not request.locations:
+            return "ulysses", "'ulysses', because no prefill gang is there whose traffic to compare"
+        group = GroupShape.of(self._sizes.expected(request), request.tp)
+        options = exact_options(self._shape, group, request.prompt_tokens)
+        return self._least(options, group.instances)
+
+    # --- sparse --------------------------------------------------------------------------------
 
     def _sparse(self, request: PlanRequest) -> Plan:
-        architecture, why = self._architecture(request)
-        template = _template(request, architecture)
-        lossless = template.drop_ratio == 0 and not template.variant.nested
+        template = _template(request)
+        strategy, why = self._sparse_strategy(request, template)
+        if strategy != "csa":  # SP-TP computes every query
+            variant = replace(template.variant, drop_queries=False)
+            template = replace(template, variant=variant)
         return Plan(
             attention="csa",
-            strategy=_ENGINE_NAMES[architecture],
+            strategy=strategy,
             csa=template,
-            predicted_accuracy_loss=0.0 if lossless else None,
+            predicted_accuracy_loss=0.0 if template.lossless else None,
             reason=f"the client asked for sparse attention; {why}{_bounds_not_predicted(request)}",
         )
 
-    def _architecture(self, request: PlanRequest) -> tuple[Architecture, str]:
-        """SP-NTP or SP-TP, and why."""
-        if request.csa.strategy is not None:
-            return request.csa.strategy, f"strategy '{request.csa.strategy}' as asked"
+    def _sparse_strategy(self, request: PlanRequest, template: CsaTemplate) -> tuple[str, str]:
+        """The engine's name of SP-NTP or SP-TP, and why."""
+        if (asked := request.csa.strategy) is not None:
+            return _ENGINE_NAMES[asked], f"strategy '{asked}' as asked"
         if only := ntp_only(request.csa.variant):
-            return "ntp", f"SP-NTP, which {only} needs"
-        if request.tp > 1:
-            # The formula's SP-NTP gathers weights over an instance, which only exact attention can.
-            return "ntp", "SP-NTP, because traffic is only compared without tensor parallelism"
+            return "csa", f"SP-NTP, which {only} needs"
         if not request.locations:
-            return "ntp", "SP-NTP, because no prefill gang is there whose traffic to compare"
-        return self._less_traffic(request)
-
-    def _less_traffic(self, request: PlanRequest) -> tuple[Architecture, str]:
-        # The policy has not chosen the group yet; the whole gang stands for it.
-        shape, group, tokens = self._shape, _gang_shape(request), request.prompt_tokens
-        ntp, tp = ntp_traffic(shape, group, tokens), sp_tp_traffic(shape, group, tokens)
-        less, more = sorted((ntp.cost(1.0), tp.cost(1.0)))
-        figures = (
-            f"{less / 1e6:.3g} million elements a layer against {more / 1e6:.3g}, over all "
-            f"{len(request.locations)} instances with nothing dropped"
+            return "csa", "SP-NTP, because no prefill gang is there whose traffic to compare"
+        places = self._sizes.expected(request).locations
+        spts = even_spts(request.prompt_tokens, len(places))
+        plan = template.for_group(
+            [str(place) for place in places], layers=self._shape.layers, longest_spt=spts[0]
         )
-        if choose_strategy(shape, group, tokens) == "sp_tp":
-            return "tp", f"SP-TP, which moves less than SP-NTP: {figures}"
-        return "ntp", f"SP-NTP, which moves no more than SP-TP: {figures}"
+        return self._least(sparse_options(self._shape, plan, tp=request.tp, spts=spts), len(places))
+
+    def _least(self, options: Mapping[Strategy, Traffic], instances: int) -> tuple[Strategy, str]:
+        """What moves least, and what all of them move."""
+        chosen = least(options, link_ratio=self._link_ratio)
+        if not any(traffic.cost(1.0) for traffic in options.values()):
+            return chosen, f"'{chosen}', which on one instance exchanges nothing"
+        figures = ", ".join(
+            f"'{name}' {traffic.cost(self._link_ratio) / 1e6:.3g}"
+            for name, traffic in options.items()
+        )
+        counted = "" if self._link_ratio == 1 else f", one between servers as {self._link_ratio:g}"
+        return chosen, (
+            f"'{chosen}', because nothing moves less, in million elements a layer on "
+            f"{instances} instance{'s' * (instances > 1)}{counted}: {figures}"
+        )
 
 
-def _template(request: PlanRequest, architecture: Architecture) -> CsaTemplate:
-    asked, variant = request.csa, request.csa.variant
-    if architecture != "ntp":
-        variant = replace(variant, drop_queries=False)  # SP-TP computes every query
+def _where_it_stands() -> CsaTemplate:
+    """Exact attention, with the locations that hierarchical collectives go by."""
+    return CsaTemplate(levels=1, micro_partitions=(MICRO_PARTITIONS,))
+
+
+def _template(request: PlanRequest) -> CsaTemplate:
+    asked = request.csa
     return CsaTemplate(
         levels=asked.levels if asked.levels is not None else _all_levels(request),
-        drop_ratio=asked.drop_ratio or 0.0,
-        micro_partitions=asked.micro_partitions or min(MICRO_PARTITIONS, request.prompt_tokens),
-        variant=variant,
+        drop_ratios=asked.drop_ratios or (0.0,),
+        micro_partitions=asked.micro_partitions or (min(MICRO_PARTITIONS, request.prompt_tokens),),
+        variant=asked.variant,
     )
 
 
@@ -105,13 +148,6 @@ def _all_levels(request: PlanRequest) -> int:
     if not request.locations:
         return MAX_LEVELS
     return len(ordered_topology(request).granularities)
-
-
-def _gang_shape(request: PlanRequest) -> GroupShape:
-    """The whole gang as one group."""
-    runs = ordered_topology(request).servers
-    servers = (number for number, run in enumerate(runs) for _ in run)
-    return GroupShape(servers=tuple(servers), tp=request.tp)
 
 
 def _bounds_not_predicted(request: PlanRequest) -> str:

@@ -29,8 +29,14 @@ from csps.protocols.errors import InvalidRequest, abridged, nearest
 
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**31 - 1
+MAX_COUNT = 2**31 - 1
+"""Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
 MAX_TOKENS = 2**24
 """Of anything that counts tokens of a prompt."""
+MAX_LEVELS = 4
+"""SPT, server, rack and all."""
+MAX_LAYERS = 1024
+"""Of drop ratios by layer; the configurator knows how many the model has."""
 MAX_MICRO_PARTITIONS = 64
 """Each is a message from every rank to every other one, in every layer."""
 
@@ -58,15 +64,6 @@ def _above(low: float, high: float = math.inf) -> AfterValidator:
     def check(value: Any) -> Any:
         if not (low < value <= high and math.isfinite(value)):
             _fail(f"must be greater than {low}{limit}, got {_shown(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _at_least(low: int) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if value < low:
-            _fail(f"must be at least {low}, got {_shown(value)}")
         return value
 
     return AfterValidator(check)
@@ -181,6 +178,31 @@ def _bias(bias: Any) -> float:
     return float(bias)
 
 
+def _drop_ratios(value: Any) -> tuple[float, ...]:
+    """One for all layers, or one by layer."""
+    ratios = _one_or_more(value, MAX_LAYERS, "by layer")
+    for ratio in ratios:
+        if type(ratio) not in (int, float) or not 0 <= ratio < 1:
+            _fail(f"must be at least 0 and less than 1, got {_shown(ratio)}")
+    return tuple(map(float, ratios))
+
+
+def _micro_partitions(value: Any) -> tuple[int, ...]:
+    """One number for all levels, or one by level."""
+    counts = _one_or_more(value, MAX_LEVELS, "by level")
+    for count in counts:
+        if type(count) is not int or not 1 <= count <= MAX_MICRO_PARTITIONS:
+            _fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {_shown(count)}")
+    return tuple(counts)
+
+
+def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
+    numbers = value if isinstance(value, list) else [value]
+    if not 1 <= len(numbers) <= most:
+        _fail(f"must be a number, or an array of 1 to {most} {by}, got {len(numbers)}")
+    return numbers
+
+
 def _nothing(value: Any) -> None:
     if value != [] and value != "":
         _fail("not supported by this server")
@@ -232,12 +254,13 @@ class StreamOptions(_Object):
 class _CsaOptions(_Object):
     """Sparse attention by hand, for experiments; None leaves it to the configurator."""
 
-    levels: Annotated[int, _between(1, 4)] | None = None
+    levels: Annotated[int, _between(1, MAX_LEVELS)] | None = None
     """N_v."""
-    drop_ratio: float | None = None
-    """p of level 2, in [0, 1)."""
-    micro_partitions: Annotated[int, _between(1, MAX_MICRO_PARTITIONS)] | None = None
-    """M of each level."""
+    drop_ratio: Annotated[tuple[float, ...] | None, PlainValidator(_drop_ratios)] = None
+    """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
+    further layers."""
+    micro_partitions: Annotated[tuple[int, ...] | None, PlainValidator(_micro_partitions)] = None
+    """M: a number, or an array by level, whose last one is that of all further levels."""
     strategy: Literal["ntp", "tp", "tp_flat"] | None = None
     """SP-NTP, or SP-TP with hierarchical or flat collectives."""
 
@@ -249,13 +272,13 @@ class _CsaOptions(_Object):
     sinks: Annotated[int, _between(0, MAX_TOKENS)] | None = None
     tail: Annotated[int, _between(0, MAX_TOKENS)] | None = None
     pipelined: bool | None = None
+    decode_kept_only: bool | None = None
 
     @model_validator(mode="after")
-    def _in_range(self) -> Self:
-        if self.drop_ratio is not None and not 0 <= self.drop_ratio < 1:
-            _fail(
-                f"must be at least 0 and less than 1, got {_shown(self.drop_ratio)}", "drop_ratio"
-            )
+    def _no_more_than_levels(self) -> Self:
+        if self.levels and self.micro_partitions and len(self.micro_partitions) > self.levels:
+            what = f"must be at most {self.levels} by level, as 'levels' says"
+            _fail(f"{what}, got {len(self.micro_partitions)}", "micro_partitions")
         return self
 
 
@@ -285,8 +308,8 @@ class GenerationRequest(_Object):
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: Annotated[int, _at_least(1)] | None = None
-    max_completion_tokens: Annotated[int, _at_least(1)] | None = None
+    max_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
     """Newer name of `max_tokens`; wins over it."""
     temperature: Annotated[float, _between(0, 2)] = 1.0
     top_p: Annotated[float, _above(0, 1)] = 1.0
@@ -299,11 +322,12 @@ class GenerationRequest(_Object):
     user: str | None = None
 
     # vLLM's
-    top_k: Annotated[int, _at_least(-1)] = 0
+    top_k: Annotated[int, _between(-1, MAX_COUNT)] = 0
     """0 and -1 keep the whole vocabulary."""
     min_p: Annotated[float, _between(0, 1)] = 0.0
-    repetition_penalty: Annotated[float, _above(0)] = 1.0
-    min_tokens: Annotated[int, _at_least(0)] = 0
+    # Beyond these bounds logits overflow to infinity, and no token can be drawn.
+    repetition_penalty: Annotated[float, _between(0.01, 100)] = 1.0
+    min_tokens: Annotated[int, _between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
     skip_special_tokens: bool = True

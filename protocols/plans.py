@@ -28,10 +28,10 @@ class CsaOptions:
 
     levels: int | None = None
     """N_v."""
-    drop_ratio: float | None = None
-    """p of level 2, in [0, 1)."""
-    micro_partitions: int | None = None
-    """M of each level."""
+    drop_ratios: tuple[float, ...] | None = None
+    """p of level 2 by layer, in [0, 1), the last one for all further layers."""
+    micro_partitions: tuple[int, ...] | None = None
+    """M by level, the last one for all further levels."""
     strategy: Architecture | None = None
     variant: CsaVariant = field(default_factory=CsaVariant)
 
@@ -59,7 +59,8 @@ class Plan:
     strategy: str = "ulysses"
     """By the engine's names (`actors/strategies/choice.py`)."""
     csa: CsaTemplate | None = None
-    """With attention "csa"."""
+    """With attention "csa"; and, with one exact level, for exact SP-TP, which needs to know where
+    its group stands."""
     predicted_ttft_ms: float | None = None
     predicted_accuracy_loss: float | None = None
     reason: str = ""

@@ -8,8 +8,9 @@ from typing import Any
 from opentelemetry import trace
 from ray.serve.handle import DeploymentHandle
 
+from csps.configurator.expected_group import PartitionSizes
 from csps.configurator.rules import RuleConfigurator
-from csps.configurator.strategy_choice import AttentionShape
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.plans import Plan, PlanRequest
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.rpc_server import Peer, RpcServer
@@ -36,7 +37,7 @@ class Configurator:
 
     async def __init__(self, settings: Settings, secret: ClusterSecret) -> None:  # type: ignore[misc]
         self._flush_spans = telemetry.install("csps-configurator", settings.telemetry)
-        self._planner = RuleConfigurator(attention_shape(settings))
+        self._planner = make_configurator(settings)
         self._rpc = RpcServer({"plan": self._plan}, secret=secret.value)
         self._address = await self._rpc.start(listen_host(settings))
 
@@ -57,6 +58,20 @@ class Configurator:
         self._flush_spans()
 
 
+def make_configurator(settings: Settings) -> RuleConfigurator:
+    """The planner with the sizes of the model, and with those that the operator set.
+
+    Raises:
+        CheckpointError: the model's directory does not say.
+    """
+    prefill = settings.prefill
+    return RuleConfigurator(
+        attention_shape(settings),
+        sizes=PartitionSizes(spt_tokens=prefill.spt_tokens, short_tokens=prefill.short_tokens),
+        link_ratio=settings.topology.link_ratio,
+    )
+
+
 def attention_shape(settings: Settings) -> AttentionShape:
     """The sizes of the served model's attention.
 
@@ -68,7 +83,12 @@ def attention_shape(settings: Settings) -> AttentionShape:
 
     spec = read_spec(settings.model_dir)
     return AttentionShape(
-        hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        layers=spec.layers,
+        lse=1 if settings.dtype == "float32" else 2,
     )
 
 

@@ -6,19 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csps.configurator.shapes import AttentionShape, GroupShape
 from csps.configurator.strategy_choice import (
-    AttentionShape,
-    GroupShape,
-    Traffic,
+    Strategy,
     attention_prefers_ntp,
-    choose_strategy,
-    ntp_traffic,
+    exact_options,
+    least,
     paper_prefers_ntp,
-    sp_tp_traffic,
+    sparse_options,
 )
+from csps.configurator.traffic import Traffic, gathered_weights_traffic, sp_tp_traffic
+from csps.protocols.csa import CsaPlan
 
-LLAMA_8B = AttentionShape(hidden=4096, heads=32, kv_heads=8, head_dim=128)
-MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, head_dim=128)
+LLAMA_8B = AttentionShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, layers=32)
+MHA = AttentionShape(hidden=4096, heads=32, kv_heads=32, head_dim=128, layers=32)
+WIDE = AttentionShape(hidden=1024, heads=16, kv_heads=4, head_dim=256, layers=8)
+"""Queries four times as wide as the hidden state, which is what SP-TP sends."""
+TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+
+
+def chosen(
+    shape: AttentionShape, group: GroupShape, tokens: int, link_ratio: float = 1.0
+) -> Strategy:
+    return least(exact_options(shape, group, tokens), link_ratio=link_ratio)
 
 
 @pytest.mark.parametrize(
@@ -65,26 +75,65 @@ def test_two_ranks_with_few_kv_heads_may_prefer_ntp() -> None:
     assert attention_prefers_ntp(tokens=19, **sizes)
 
 
-def test_engines_threshold_counts_the_mlps_rows() -> None:
-    """One instance of 4: W + 2(1 + kappa) L d / N < L d, that is L > 2.5 d / (1 - 2.5/4)."""
-    group = GroupShape(servers=(0,), tp=4)
-    assert choose_strategy(LLAMA_8B, group, 27_306) == "sp_tp"
-    assert choose_strategy(LLAMA_8B, group, 27_307) == "sp_ntp"
+@pytest.mark.parametrize(
+    ("instances", "threshold"),
+    [
+        # One instance of 4: W + 2 (1 + kappa) L d / 4 + L d < 2 L d, with W = 2 (1 + kappa) d².
+        (1, 27_306),
+        # Two: 2 W + 2.5 L d 7/8 + L d against 2.5 L d / 2 + 2 L d, three times each but the all-
+        # to-alls: 15 d² + 5.1875 L d < 7.25 L d.
+        (2, 29_789),
+    ],
+)
+def test_gathered_weights_pay_from_a_threshold_on(instances: int, threshold: int) -> None:
+    """Against heads that are split as the weights are, whose outputs have to be summed."""
+    group = GroupShape(servers=(0,) * instances, tp=4)
+    assert chosen(LLAMA_8B, group, threshold) == "ulysses"
+    assert chosen(LLAMA_8B, group, threshold + 1) == "gathered_weights"
 
 
-def test_without_tensor_parallelism_ntp_is_never_worse_inside_a_server() -> None:
+def test_two_ranks_never_pay_for_gathered_weights() -> None:
+    """As App. A's inequality at N = 2: 1 + kappa of the rows against 1."""
+    for tokens in (1, 10**6, 10**9):
+        assert chosen(LLAMA_8B, GroupShape(servers=(0,), tp=2), tokens) == "ulysses"
+
+
+@pytest.mark.parametrize("instances", [2, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 1000, 10**6])
+def test_without_tensor_parallelism_ntp_is_never_worse_inside_a_server(
+    instances: int, tokens: int
+) -> None:
     """App. A's text: nothing has to be gathered."""
-    for instances in (2, 3, 4, 8):
-        group = GroupShape(servers=(0,) * instances, tp=1)
-        for tokens in (1, 1000, 10**6):
-            assert choose_strategy(MHA, group, tokens) == "sp_ntp"
+    assert chosen(MHA, GroupShape(servers=(0,) * instances, tp=1), tokens) == "ulysses"
+
+
+def test_sp_tp_moves_less_where_queries_are_wider_than_what_they_are_made_of() -> None:
+    assert chosen(WIDE, GroupShape(servers=(0, 0, 1, 1), tp=1), 8192) == "sp_tp"
+    # Twice as many ranks spread rows inside servers as well; SP-TP spares the link between them.
+    split = GroupShape(servers=(0, 0, 1, 1), tp=2)
+    assert chosen(WIDE, split, 8192) == "ulysses"
+    assert chosen(WIDE, split, 8192, link_ratio=2.0) == "sp_tp"
 
 
 def test_slow_links_between_servers_are_weighed() -> None:
-    """Ranks of two instances on two servers: weights travel inside, rows between."""
-    group, tokens = GroupShape(servers=(0, 1), tp=4), 6000
-    assert choose_strategy(LLAMA_8B, group, tokens) == "sp_tp"
-    assert choose_strategy(LLAMA_8B, group, tokens, between_weight=20.0) == "sp_ntp"
+    """Queries twice as wide as the hidden state d, four instances on each of two servers. Of L d
+    SP-NTP sends 5/2 between servers and 15/8 inside; SP-TP 2 between, once each way, and 12 inside.
+    """
+    shape = AttentionShape(hidden=1024, heads=32, kv_heads=4, head_dim=64, layers=8)
+    group = GroupShape(servers=(0,) * 4 + (1,) * 4, tp=1)
+    threshold = (12 - 15 / 8) / (5 / 2 - 2)
+    assert chosen(shape, group, 8192, link_ratio=threshold) == "ulysses"
+    assert chosen(shape, group, 8192, link_ratio=threshold + 0.01) == "sp_tp"
+
+
+@pytest.mark.parametrize(("drop_ratio", "expected"), [(0.0, "sp_tp"), (0.5, "csa")])
+def test_dropping_is_counted_where_it_saves(drop_ratio: float, expected: str) -> None:
+    """SP-TP sends what it drops, so sparse SP-NTP may move less where exact SP-NTP moves more."""
+    plan = CsaPlan.uniform(TWO_SERVERS, levels=3, layers=8, drop_ratio=drop_ratio)
+    options = sparse_options(WIDE, plan, tp=1, spts=(2048,) * 4)
+    assert least(options) == expected
+    group = GroupShape(servers=(0, 0, 1, 1), tp=1)
+    assert options["sp_tp"] == sp_tp_traffic(WIDE, group, 8192)
 
 
 @st.composite
@@ -110,7 +159,8 @@ def spread_by_hand(group: GroupShape, *, hierarchical: bool, past_instance: bool
 
 @given(group=groups(), hierarchical=st.booleans())
 def test_sp_tp_traffic_pair_by_pair(group: GroupShape, hierarchical: bool) -> None:
-    shape = AttentionShape(hidden=1, heads=1, kv_heads=1, head_dim=1)
+    heads = group.ranks
+    shape = AttentionShape(hidden=1, heads=heads, kv_heads=heads, head_dim=1, layers=2)
     expected = (
         spread_by_hand(group, hierarchical=hierarchical, past_instance=True)
         + spread_by_hand(group, hierarchical=hierarchical, past_instance=False)
@@ -122,25 +172,30 @@ def test_sp_tp_traffic_pair_by_pair(group: GroupShape, hierarchical: bool) -> No
 
 
 @given(group=groups())
-def test_ntp_traffic_pair_by_pair(group: GroupShape) -> None:
-    shape = AttentionShape(hidden=3, heads=group.ranks * 2, kv_heads=group.ranks, head_dim=1)
+def test_gathered_weights_traffic_pair_by_pair(group: GroupShape) -> None:
+    shape = AttentionShape(
+        hidden=3, heads=group.ranks * 2, kv_heads=group.ranks, head_dim=1, layers=2
+    )
     servers = [server for server in group.servers for _ in range(group.tp)]
     pairs = [(a, b) for i, a in enumerate(servers) for j, b in enumerate(servers) if i != j]
     far = sum(a != b for a, b in pairs)
     # One token a rank: two query heads, a key and a value there, two outputs back.
-    actual = ntp_traffic(shape, group, group.ranks)
+    actual = gathered_weights_traffic(shape, group, group.ranks)
     weights = 2 * 3 * 3 * group.ranks * len(group.servers) * (group.tp - 1)
     rows = 3 * group.ranks * (group.tp - 1)
     assert actual.between == pytest.approx(6 * far)
     assert actual.inside == pytest.approx(6 * (len(pairs) - far) + weights + rows)
 
 
+def test_of_equals_the_first() -> None:
+    rounded = Traffic(inside=3.0, between=1.0 - 1e-15)
+    assert least({"ulysses": Traffic(inside=3.0, between=1.0), "sp_tp": rounded}) == "ulysses"
+
+
 def test_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 tokens"):
-        choose_strategy(MHA, GroupShape(servers=(0,), tp=2), 0)
-    with pytest.raises(ValueError, match="weight 0"):
-        choose_strategy(MHA, GroupShape(servers=(0,), tp=2), 9, between_weight=0.5)
+    with pytest.raises(ValueError, match="link ratio 0"):
+        least({"ulysses": Traffic()}, link_ratio=0.5)
     with pytest.raises(ValueError, match="at least one"):
         GroupShape(servers=(), tp=1)
     with pytest.raises(ValueError, match="start at 1"):
-        AttentionShape(hidden=1, heads=0, kv_heads=1, head_dim=1)
+        AttentionShape(hidden=1, heads=0, kv_heads=1, head_dim=1, layers=1)

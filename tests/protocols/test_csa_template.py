@@ -20,8 +20,10 @@ SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 TEMPLATES = st.builds(
     CsaTemplate,
     levels=st.integers(1, 4),
-    drop_ratio=st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)),
-    micro_partitions=st.integers(1, 64),
+    drop_ratios=st.lists(
+        st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)), min_size=1, max_size=4
+    ).map(tuple),
+    micro_partitions=st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple),
 )
 LOCATIONS = st.sets(
     st.builds(Location, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
@@ -32,7 +34,7 @@ LOCATIONS = st.sets(
 
 def test_a_group_with_all_that_is_asked_for_has_it() -> None:
     variant = CsaVariant(importance_window=0, importance_layer="previous", sinks=1, tail=2)
-    template = CsaTemplate(levels=3, drop_ratio=0.5, micro_partitions=4, variant=variant)
+    template = CsaTemplate(levels=3, drop_ratios=(0.5,), micro_partitions=(4,), variant=variant)
     plan = template.for_group(SERVERS, layers=8, longest_spt=100)
     uniform = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
     assert (plan.levels, plan.layer_groups) == (uniform.levels, uniform.layer_groups)
@@ -55,10 +57,26 @@ def test_every_group_gets_a_plan_that_a_job_accepts(
         csa=plan,
     )
     assert plan.levels == min(template.levels, len(Topology.of(locations).granularities))
-    if plan.levels > 1:
-        assert plan.layer_group(1).drop_ratio(2, 0) == pytest.approx(template.drop_ratio)
-    less = plan.levels < template.levels or max(lengths) < template.micro_partitions
-    assert bool(list(template.shortfalls(plan))) == (less or len(locations) == 1)
+    for layer in range(3):
+        ratio = template.drop_ratios[min(layer, len(template.drop_ratios) - 1)]
+        assert plan.levels == 1 or plan.layer_group(layer).drop_ratio(2, 0) == pytest.approx(ratio)
+    less = plan.levels < template.levels or max(lengths) < most_micro_partitions(template, plan)
+    assert bool(list(template.shortfalls(plan))) == less
+
+
+def most_micro_partitions(template: CsaTemplate, plan: CsaPlan) -> int:
+    return max(template.micro_partitions[: plan.levels])
+
+
+def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> None:
+    template = CsaTemplate(levels=3, drop_ratios=(0.0, 0.0, 0.9), micro_partitions=(1, 2))
+    plan = template.for_group(SERVERS, layers=6, longest_spt=100)
+    ratios = [plan.layer_group(layer).drop_ratio(2, 0) for layer in range(6)]
+    assert ratios == pytest.approx([0.0, 0.0, 0.9, 0.9, 0.9, 0.9])
+    assert [(it.first, it.stop) for it in plan.layer_groups] == [(0, 2), (2, 6)]
+    assert {it.micro_partitions for it in plan.layer_groups} == {(1, 2, 2)}
+    shallow = template.for_group(SERVERS, layers=2, longest_spt=100)
+    assert [(it.first, it.stop) for it in shallow.layer_groups] == [(0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +91,7 @@ def test_every_group_gets_a_plan_that_a_job_accepts(
 def test_what_a_group_lacks_is_said(
     locations: tuple[str, ...], longest: int, said: list[str]
 ) -> None:
-    template = CsaTemplate(levels=3, drop_ratio=0.5, micro_partitions=4)
+    template = CsaTemplate(levels=3, drop_ratios=(0.5,), micro_partitions=(4,))
     plan = template.for_group(locations, layers=4, longest_spt=longest)
     shortfalls = list(template.shortfalls(plan))
     assert [text[: len(start)] for text, start in zip(shortfalls, said, strict=True)] == said
@@ -83,8 +101,10 @@ def test_what_a_group_lacks_is_said(
     "fields",
     [
         {"levels": 0},
-        {"levels": 2, "drop_ratio": 1.0},
-        {"levels": 2, "micro_partitions": 0},
+        {"levels": 2, "drop_ratios": (0.0, 1.0)},
+        {"levels": 2, "drop_ratios": ()},
+        {"levels": 2, "micro_partitions": (2, 0)},
+        {"levels": 2, "micro_partitions": ()},
         {"levels": 2, "variant": CsaVariant(sinks=-1)},
         {"levels": 2, "variant": CsaVariant(importance_layer="same", importance_window=0)},
     ],

@@ -167,13 +167,19 @@ def test_newer_name_of_max_tokens_wins() -> None:
 
 def test_csps_options() -> None:
     options = {"attention": "csa", "levels": 3, "drop_ratio": 0.5, "explain": True}
-    assert chat(csps=options).csps.model_dump(exclude_unset=True) == options
+    told = {**options, "drop_ratio": (0.5,)}
+    assert chat(csps=options).csps.model_dump(exclude_unset=True) == told
     by_hand = {
         "attention": "csa", "levels": 1, "drop_ratio": 0.0, "micro_partitions": 64,
         "strategy": "tp_flat", "nested": True, "drop_queries": False, "importance_window": 0,
         "importance_layer": "previous", "sinks": 0, "tail": 0, "pipelined": False,
+        "decode_kept_only": True,
     }  # fmt: skip
-    assert chat(csps=by_hand).csps.model_dump(exclude_unset=True) == by_hand
+    told = {**by_hand, "drop_ratio": (0.0,), "micro_partitions": (64,)}
+    assert chat(csps=by_hand).csps.model_dump(exclude_unset=True) == told
+    listed = {"attention": "csa", "drop_ratio": [0, 0, 0.9], "micro_partitions": [1, 1, 2]}
+    asked = chat(csps=listed).csps
+    assert (asked.drop_ratio, asked.micro_partitions) == ((0.0, 0.0, 0.9), (1, 1, 2))
     bound = {"objective": "ttft", "max_accuracy_loss": 0.1, "max_ttft_ms": 500}
     assert chat(csps=bound).csps.max_ttft_ms == 500
 
@@ -193,18 +199,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 10**400}, "temperature: must be a number, got 1000"),
     ({"top_p": 0}, "top_p: must be greater than 0 and at most 1, got 0"),
     ({"top_p": 1.1}, "top_p: must be greater than 0 and at most 1, got 1.1"),
-    ({"top_k": -2}, "top_k: must be at least -1, got -2"),
+    ({"top_k": -2}, "top_k: must be between -1 and 2147483647, got -2"),
     ({"top_k": 1.5}, "top_k: must be an integer, got 1.5"),
     ({"frequency_penalty": 2.1}, "frequency_penalty: must be between -2 and 2"),
     ({"presence_penalty": -3}, "presence_penalty: must be between -2 and 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty: must be greater than 0, got 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty: must be between 0.01 and 100"),
     ({"min_p": 2}, "min_p: must be between 0 and 1"),
-    ({"max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
-    ({"max_tokens": -1}, "max_tokens: must be at least 1, got -1"),
+    ({"max_tokens": 0}, "max_tokens: must be between 1 and 2147483647, got 0"),
+    ({"max_tokens": -1}, "max_tokens: must be between 1 and 2147483647, got -1"),
     ({"max_tokens": "12"}, "max_tokens: must be an integer, got '12'"),
     ({"max_tokens": 2.0}, "max_tokens: must be an integer, got 2"),
     ({"max_tokens": True}, "max_tokens: must be an integer, got true"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens: must be at least 1"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens: must be between 1 and"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: must not exceed max_tokens (8)"),
     ({"seed": 2**63}, "seed: must be between"),
     ({"n": 2}, "n: only 1 is supported, got 2"),
@@ -233,7 +239,28 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"csps": {"attention": "csa", "levels": 5}}, "csps.levels: must be between 1 and 4"),
     ({"csps": {"attention": "csa", "drop_ratio": 1}}, "csps.drop_ratio: must be at least 0 and le"),
     ({"csps": {"attention": "csa", "drop_ratio": -0.1}}, "csps.drop_ratio: must be at least 0 and"),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": [0.1, "half"]}},
+        "csps.drop_ratio: must be at least 0 and less than 1, got 'half'",
+    ),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": []}},
+        "csps.drop_ratio: must be a number, or an array of 1 to 1024 by layer, got 0",
+    ),
+    ({"csps": {"attention": "csa", "drop_ratio": True}}, "csps.drop_ratio: must be at least 0"),
     ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
+    (
+        {"csps": {"attention": "csa", "micro_partitions": [1, 65]}},
+        "csps.micro_partitions: must be between 1 and 64, got 65",
+    ),
+    (
+        {"csps": {"attention": "csa", "micro_partitions": [1, 1, 1, 1, 1]}},
+        "csps.micro_partitions: must be a number, or an array of 1 to 4 by level, got 5",
+    ),
+    (
+        {"csps": {"attention": "csa", "levels": 2, "micro_partitions": [1, 1, 2]}},
+        "csps.micro_partitions: must be at most 2 by level, as 'levels' says, got 3",
+    ),
     ({"csps": {"attention": "exact", "nested": False}}, "csps.nested: needs 'attention': 'csa'"),
     ({"csps": {"attention": "csa", "micro_partitions": 0}}, "csps.micro_partitions: must be betwe"),
     (

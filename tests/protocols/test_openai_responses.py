@@ -21,8 +21,10 @@ from csps.protocols.errors import (
     GangLost,
     InvalidRequest,
     ModelNotFound,
+    ProtocolError,
     QueueFull,
     RemoteError,
+    TransferError,
     Unauthorized,
 )
 from csps.protocols.openai import StreamOptions
@@ -49,10 +51,10 @@ ENTRIES = (
         logprob=-0.5,
         top=(
             TextLogprob(token="He", token_bytes=b"He", logprob=-0.5),
-            TextLogprob(token="\ufffd", token_bytes=b"\xe2\x82", logprob=-math.inf),
+            TextLogprob(token=r"\xe2\x82", token_bytes=b"\xe2\x82", logprob=-math.inf),
         ),
     ),
-    TextLogprob(token="llo", token_bytes=b"llo", logprob=-0.25),
+    TextLogprob(token="llo", token_bytes=b"llo", logprob=-0.25, offset=2),
 )
 USAGE = Usage.of(3, 2)
 PLAIN = StreamOptions()
@@ -125,7 +127,7 @@ def test_completion_answer() -> None:
     assert logprobs is not None
     assert logprobs.tokens == ["He", "llo"]
     assert logprobs.text_offset == [0, 2]
-    assert logprobs.top_logprobs == [{"He": -0.5, "\ufffd": -9999.0}, {"llo": -0.25}]
+    assert logprobs.top_logprobs == [{"He": -0.5, r"\xe2\x82": -9999.0}, {"llo": -0.25}]
 
 
 def test_models() -> None:
@@ -168,7 +170,7 @@ def test_chat_stream() -> None:
     assert DONE == b"data: [DONE]\n\n"
 
 
-def test_completion_stream_counts_text_offsets() -> None:
+def test_completion_stream_has_text_offsets() -> None:
     stream = completion_stream()
     for entry, offset in zip(ENTRIES, (0, 2), strict=True):
         chunk = completion_chunk(stream.delta(entry.token, completion_tokens=1, logprobs=[entry]))
@@ -224,8 +226,10 @@ def test_error_event_is_what_the_client_looks_for() -> None:
         (GangLost("rank 10.0.0.3"), 503, "unavailable"),
         (ConnectionLost("10.0.0.3 reset"), 503, "unavailable"),
         (DeadlineExceeded("kv landing", 3), 504, "timeout"),
-        (Cancelled("x"), 499, "cancelled"),
-        (RemoteError("KeyError", "secret"), 500, "internal_error"),
+        (Cancelled("the server is shutting down"), 503, "unavailable"),
+        (TransferError("KV of secret"), 503, "unavailable"),
+        (ProtocolError("secret"), 503, "unavailable"),
+        (RemoteError("KeyError", "secret"), 503, "unavailable"),
         (ConfigError("/etc/secret"), 500, "internal_error"),
         (ZeroDivisionError("secret"), 500, "internal_error"),
     ],

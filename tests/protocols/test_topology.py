@@ -6,19 +6,30 @@ from csps.protocols.errors import ConfigError
 from csps.protocols.topology import Location, Topology
 
 
-def test_the_papers_binary_id_is_a_place() -> None:
-    assert Location.parse("0-11-010", "binary") == Location(0, 3, 2) == Location.parse("0-3-2")
+def test_an_id_is_rack_server_and_gpu() -> None:
+    assert Location.parse("0-3-2") == Location(0, 3, 2)
+    assert str(Location.parse("10-0-123456789")) == "10-0-123456789"
 
 
-@pytest.mark.parametrize("text", ["0-1", "0-1-2-3", "0-1-", "0--1-2", "a-1-2", "0-11-010", "0-1-²"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0-1",
+        "0-1-2-3",
+        "0-1-",
+        "0--1-2",
+        "a-1-2",
+        "0-11-010",
+        "0-1-²",
+        "0-1-2\n",
+        "0-0-" + "9" * 10,
+    ],
+)
 def test_what_is_no_id_is_refused(text: str) -> None:
+    """The paper's binary ids among them: 0-11-010 is 0-3-2."""
     with pytest.raises(ConfigError, match="not a Rack-Server-GPU id; allowed are three decimal"):
         Location.parse(text)
-
-
-def test_binary_ids_have_binary_digits() -> None:
-    with pytest.raises(ConfigError, match="allowed are three binary numbers like 0-11-010"):
-        Location.parse("0-3-2", "binary")
 
 
 def test_placement_is_in_numerical_order_of_ids() -> None:
@@ -59,23 +70,24 @@ def test_levels_beyond_the_topology_are_refused(ids: list[str], levels: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("entries", "what"),
+    ("ids", "tp", "what"),
     [
-        ([(0, "0-0-0"), (1, "0-0-1"), (1, "0-0-2")], "names rank 1 twice: 0-0-1 and 0-0-2"),
-        ([(0, "0-0-0"), (1, "0-0-1")], "misses rank 2 of 0 to 2"),
-        ([(0, "0-0-0"), (1, "0-0-1"), (3, "0-0-2")], "names rank 3; allowed are 0 to 2"),
-        ([(0, "0-0-0"), (1, "0-0-1"), (2, "0-0-0")], "puts both 0 and 2 at 0-0-0"),
-        ([], "misses rank 0"),
+        (["0-0-0", "0-0-1"], 1, "2 locations for a gang of 4 ranks; allowed is one"),
+        (["0-0-0", "0-0-1", "0-0-2", "0-0-3", "0-0-4"], 1, "5 locations for a gang of 4 ranks"),
+        (["0-0-0", "0-0-1", "0-0-0", "0-0-3"], 1, "puts both 0 and 2 at 0-0-0"),
+        (["0-0-0", "0-0-1", "0-0-2", "0-0-x"], 1, "'0-0-x' is not a Rack-Server-GPU id"),
+        (["0-0-0", "0-0-1", "0-1-0", "0-2-0"], 2, "rank 2 is at 0-1-0 and rank 3 at 0-2-0"),
+        (["0-0-0", "1-0-0", "1-0-1", "1-0-2"], 2, "ranks 0 to 1 are one instance, but rank 0"),
     ],
 )
-def test_a_topology_names_every_rank_once(entries: list[tuple[int, str]], what: str) -> None:
+def test_what_is_no_place_for_a_gang_is_refused(ids: list[str], tp: int, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
-        Topology.of_ranks(entries, ranks=3)
+        Topology.of_gang(ids, ranks=4, tp=tp)
 
 
-def test_entries_may_come_in_any_order() -> None:
-    topology = Topology.of_ranks([(1, "0-0-1"), (0, "0-0-0")], ranks=2)
-    assert topology == Topology.of(["0-0-0", "0-0-1"])
+def test_instances_may_stand_on_several_servers_each_on_one() -> None:
+    ids = ["0-1-0", "0-1-1", "0-0-0", "0-0-1"]
+    assert Topology.of_gang(ids, ranks=4, tp=2) == Topology.of(ids)
 
 
 def test_an_empty_topology_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from csps.configurator.rules import RuleConfigurator
-from csps.configurator.strategy_choice import AttentionShape
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import InvalidRequest
 from csps.protocols.plans import CsaOptions, Plan, PlanRequest
 from csps.protocols.rpc_server import RpcServer
@@ -39,7 +39,9 @@ class FakeHandle:
 
 @asynccontextmanager
 async def configurator(handle: FakeHandle) -> AsyncIterator[None]:
-    planner = RuleConfigurator(AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16))
+    planner = RuleConfigurator(
+        AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
+    )
 
     def plan(payload: Any, _: object) -> dict[str, Any]:
         return pack(planner.plan(unpack(PlanRequest, payload)))
@@ -70,12 +72,12 @@ async def test_a_plan_and_a_refusal_arrive_as_they_were_made() -> None:
     client = ConfiguratorClient(cast(Any, handle := FakeHandle()), SECRET)
     locations = ("0-0-0", "0-0-1")
     async with configurator(handle):
-        options = CsaOptions(levels=2, drop_ratio=0.5, strategy="ntp")
+        options = CsaOptions(levels=2, drop_ratios=(0.5,), strategy="ntp")
         wanted = PlanRequest(prompt_tokens=9, attention="csa", csa=options, locations=locations)
         plan = await client.plan(wanted)
         assert plan.strategy == "csa"
         assert plan.csa is not None
-        assert (plan.csa.levels, plan.csa.drop_ratio) == (2, 0.5)
+        assert (plan.csa.levels, plan.csa.drop_ratios) == (2, (0.5,))
         with pytest.raises(InvalidRequest, match="must be 1 to 2") as refused:
             await client.plan(replace(wanted, csa=CsaOptions(levels=3)))
         assert refused.value.param == "csps.levels"

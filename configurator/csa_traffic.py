@@ -1,0 +1,243 @@
+"""What sparse SP-NTP sends (CSPS §3.2.4): kept rows once to each owner of their heads, and outputs
+of kept queries back from every level.
+
+Levels are disjoint. At level v the members of a segment own its heads in equal shares; queries of
+all parts but those of its first level-(v-1) segment go there, and keys and values of all but those
+of its last one. What an owner got for a nearer level is not sent again. In the layer before one
+that drops, importance travels as well. Micro-partitions cut messages and add no bytes.
+
+Under tensor parallelism the ranks of equal place in their instances exchange their share of the
+heads, and each instance sums the output projection.
+
+Shape suffixes: o owners of heads, p parts (one per member), h query heads, g KV heads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csps.configurator.shapes import AttentionShape, GroupShape, head_shares
+from csps.configurator.traffic import Traffic, instance_sums
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, kept_tokens
+from csps.protocols.topology import Segments
+
+Mask = NDArray[np.bool_]
+Counts = NDArray[np.int64]
+
+
+def csa_traffic(shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence[int]) -> Traffic:
+    """In one layer, on the average of those that exchange: all but the last.
+
+    Args:
+        spts: tokens of each member, at least one.
+    """
+    layers = max(1, shape.layers - 1)
+    alike = Counter(_content(shape, plan, layer) for layer in range(layers))
+    total = Traffic()
+    for (drops, judges, layer), times in alike.items():
+        kept = layer if drops else None
+        total += _layer(shape, plan, tp=tp, spts=spts, dropping=kept, judges=judges) * times
+    return total * (1 / layers)
+
+
+def csa_layer_traffic(
+    shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence[int], layer: int
+) -> Traffic:
+    """In a certain layer, which is not the last."""
+    drops, judges, _ = _content(shape, plan, layer)
+    dropping = layer if drops else None
+    return _layer(shape, plan, tp=tp, spts=spts, dropping=dropping, judges=judges)
+
+
+def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bool, int]:
+    """What a layer's traffic depends on: whether it drops, whether it judges for the next one, and
+    the first layer of those with its ratios."""
+    group = plan.layer_group(layer)
+    drops = _drops(shape, plan, layer)
+    return drops, _drops(shape, plan, layer + 1), group.first if drops else 0
+
+
+def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
+    """The first layer and the last never do."""
+    ratios = plan.layer_group(layer).drop_ratios
+    return 0 < layer < shape.layers - 1 and any(any(level) for level in ratios)
+
+
+def _layer(
+    shape: AttentionShape,
+    plan: CsaPlan,
+    *,
+    tp: int,
+    spts: Sequence[int],
+    dropping: int | None,
+    judges: bool,
+) -> Traffic:
+    """
+    Args:
+        dropping: the layer whose ratios hold; None drops nothing.
+    """
+    assert not plan.nested, "nested levels are not counted here"
+    assert plan.importance_layer == "previous", "nor is judging by the same layer"
+    group = GroupShape.of(plan.topology, tp)
+    traffic = instance_sums(shape, group, sum(spts))
+    same = np.equal.outer(group.servers, group.servers)
+    for queries, keys in head_shares(shape.heads, shape.kv_heads, tp):
+        peers = _Peers(shape, plan, spts, dropping, queries, keys)
+        sent = peers.exchanged()
+        if judges:
+            sent += peers.importance()
+        traffic += Traffic(inside=float(sent[same].sum()), between=float(sent[~same].sum()))
+    return traffic
+
+
+class _Peers:
+    """The ranks of equal place in their instances, which share `queries` and `keys`.
+
+    Results are elements from member to member.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        plan: CsaPlan,
+        spts: Sequence[int],
+        dropping: int | None,
+        queries: range,
+        keys: range,
+    ) -> None:
+        self._shape = shape
+        self._plan = plan
+        self._spts = spts
+        self._dropping = dropping
+        self._queries, self._keys = queries, keys
+
+    def exchanged(self) -> NDArray[np.float64]:
+        """Both all-to-alls of all levels."""
+        members, dim = len(self._spts), self._shape.head_dim
+        sent = np.zeros((members, members))
+        held_oph = np.zeros((members, members, len(self._queries)), bool)
+        held_opg = np.zeros((members, members, len(self._keys)), bool)
+        for level, wanted_oph, wanted_opg in self._levels():
+            kept_ph, kept_pg = self._kept(level)
+            sent += dim * _tokens(wanted_oph & ~held_oph, kept_ph).T
+            sent += 2 * dim * _tokens(wanted_opg & ~held_opg, kept_pg).T
+            sent += (dim + self._shape.lse) * _tokens(wanted_oph, kept_ph)
+            held_oph |= wanted_oph
+            held_opg |= wanted_opg
+        return sent
+
+    def importance(self) -> NDArray[np.float64]:
+        """What judges the next layer's tokens."""
+        if self._plan.importance_window == ALL_QUERIES:
+            return self._judged_by_all()
+        return self._judged_by_window()
+
+    def _judged_by_all(self) -> NDArray[np.float64]:
+        """LSEs of kept queries to the owners of their heads, and column sums of keys back."""
+        sent = np.zeros((len(self._spts), len(self._spts)))
+        for level, wanted_oph, wanted_opg in self._levels():
+            kept_ph, kept_pg = self._kept(level)
+            sent += _tokens(wanted_oph, kept_ph).T + _tokens(wanted_opg, kept_pg)
+        return sent * self._shape.lse
+
+    def _judged_by_window(self) -> NDArray[np.float64]:
+        """Last queries to all before them, and among all of these LSEs over their keys."""
+        members = len(self._spts)
+        sent = np.zeros((members, members))
+        after = sum(self._spts)
+        for member, tokens in enumerate(self._spts):
+            after -= tokens
+            rows = min(tokens, max(0, self._plan.importance_window - after)) * len(self._queries)
+            sent[member, :member] += rows * self._shape.head_dim
+            sent[: member + 1, : member + 1] += rows * self._shape.lse
+        np.fill_diagonal(sent, 0)
+        return sent
+
+    # --- levels --------------------------------------------------------------------------------
+
+    def _levels(self) -> Iterator[tuple[int, Mask, Mask]]:
+        """(level, queries, keys) that each owner needs of each other part, near levels first."""
+        segments = self._plan.segments()
+        for level, here in enumerate(segments, start=1):
+            seeing, seen = _sights(here, segments[level - 2] if level > 1 else None)
+            owned_oh, owned_og = self._owned(here)
+            together = _together(here)
+            yield (
+                level,
+                (together & seeing)[:, :, None] & owned_oh[:, None, :],
+                (together & seen)[:, :, None] & owned_og[:, None, :],
+            )
+
+    def _owned(self, segments: Segments) -> tuple[Mask, Mask]:
+        members = len(self._spts)
+        owned_oh = np.zeros((members, len(self._queries)), bool)
+        owned_og = np.zeros((members, len(self._keys)), bool)
+        for segment in segments:
+            shares = head_shares(len(self._queries), len(self._keys), len(segment))
+            for member, (queries, keys) in zip(segment, shares, strict=True):
+                owned_oh[member, queries.start : queries.stop] = True
+                owned_og[member, keys.start : keys.stop] = True
+        return owned_oh, owned_og
+
+    def _kept(self, level: int) -> tuple[Counts, Counts]:
+        """Tokens of each part for each query head and KV head."""
+        kept_pg = np.array([self._kept_of(part, level) for part in self._parts()])
+        kept_ph = kept_pg.repeat(len(self._queries) // len(self._keys), axis=1)
+        if not self._plan.drop_queries:
+            kept_ph = np.broadcast_to(np.array(self._spts)[:, None], kept_ph.shape)
+        return kept_ph, kept_pg
+
+    def _kept_of(self, part: range, level: int) -> list[int]:
+        if self._dropping is None:
+            return [len(part)] * len(self._keys)
+        group = self._plan.layer_group(self._dropping)
+        always = self._never_dropped(part)
+        return [kept_tokens(len(part), group.drop_ratio(level, g), always) for g in self._keys]
+
+    def _never_dropped(self, part: range) -> int:
+        """Sinks and tail of the prompt that fall into a part."""
+        last = sum(self._spts) - self._plan.tail
+        return len(range(part.start, min(part.stop, max(self._plan.sinks, part.start)))) + len(
+            range(max(part.start, self._plan.sinks, last), part.stop)
+        )
+
+    def _parts(self) -> Iterator[range]:
+        """Tokens of each member."""
+        for stop, tokens in zip(accumulate(self._spts), self._spts, strict=True):
+            yield range(stop - tokens, stop)
+
+
+def _sights(segments: Segments, nearer: Segments | None) -> tuple[Mask, Mask]:
+    """Parts that see something at a level, and parts that are seen, each (p,).
+
+    Level 1 is seen causally, by every part; farther ones see what precedes their nearer segment.
+    """
+    members = segments[-1].stop
+    seeing = np.ones(members, bool)
+    seen = np.ones(members, bool)
+    if nearer is None:
+        return seeing, seen
+    for segment in segments:
+        inner = [run for run in nearer if run.start in segment]
+        seeing[inner[0].start : inner[0].stop] = False
+        seen[inner[-1].start : inner[-1].stop] = False
+    return seeing, seen
+
+
+def _together(segments: Iterable[range]) -> Mask:
+    """(o, p): owner and part share a segment and are not the same member."""
+    label = np.concatenate([np.full(len(run), number) for number, run in enumerate(segments)])
+    together: Mask = np.equal.outer(label, label)
+    np.fill_diagonal(together, False)
+    return together
+
+
+def _tokens(wanted: Mask, counts: Counts) -> NDArray[np.float64]:
+    """(o, p) from (o, p, heads) and (p, heads)."""
+    tokens: NDArray[np.float64] = np.einsum("oph,ph->op", wanted, counts, dtype=np.float64)
+    return tokens

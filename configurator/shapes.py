@@ -1,0 +1,91 @@
+"""What traffic depends on: a model's attention, and where a group's ranks stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from csps.protocols.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The sizes of a model's attention."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    lse: int = 1
+    """Elements of the model's dtype that an fp32 LSE takes: 1 in fp32, 2 in 16 bit."""
+
+    def __post_init__(self) -> None:
+        sizes = self.hidden, self.heads, self.kv_heads, self.head_dim, self.layers, self.lse
+        if min(sizes) < 1:
+            raise ValueError(f"sizes of attention start at 1: {self}")
+
+    @property
+    def width(self) -> int:
+        """Of the queries of one token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of the keys of one token, or of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def weights(self) -> int:
+        """Of a layer's four projections; their biases are not counted."""
+        return 2 * self.hidden * (self.width + self.kv_width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupShape:
+    """A group of instances of `tp` ranks; an instance's ranks share a server."""
+
+    servers: tuple[int, ...]
+    """Of each instance, by any numbers."""
+    tp: int
+
+    def __post_init__(self) -> None:
+        if not self.servers or self.tp < 1:
+            raise ValueError(f"a group has at least one instance and rank: {self}")
+
+    @classmethod
+    def of(cls, topology: Topology, tp: int) -> Self:
+        """Instances at these places, in ascending order of their ids."""
+        servers = (number for number, run in enumerate(topology.servers) for _ in run)
+        return cls(servers=tuple(servers), tp=tp)
+
+    @property
+    def instances(self) -> int:
+        """Members of the group."""
+        return len(self.servers)
+
+    @property
+    def ranks(self) -> int:
+        """All ranks: the paper's N."""
+        return self.instances * self.tp
+
+    @property
+    def rank_servers(self) -> tuple[int, ...]:
+        """Of each rank."""
+        return tuple(server for server in self.servers for _ in range(self.tp))
+
+
+def even_share(total: int, parts: int, index: int) -> range:
+    """Part `index` of `total` things cut into contiguous parts that differ by one at most."""
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:
+    """Query heads of each part, and the KV heads that they read; a KV head goes to every part one
+    of whose query heads reads it."""
+    group = heads // kv_heads
+    for part in range(parts):
+        queries = even_share(heads, parts, part)
+        keys = range(queries[0] // group, queries[-1] // group + 1) if queries else range(0)
+        yield queries, keys

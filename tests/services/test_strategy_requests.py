@@ -1,0 +1,126 @@
+"""Exact requests on a tensor-parallel gang, over HTTP: the strategy that the deployed configurator
+chooses for each runs on real ranks, says what transformers says, and is named with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from greedy_reference import greedy_tokens
+from http_over_ranks import Served, served
+from tiny_checkpoints import make_checkpoint
+
+from csps.configurator.shapes import GroupShape
+from csps.configurator.traffic import gathered_weights_traffic
+from csps.models.tokenizer import Tokenizer
+from csps.protocols.plans import Plan, PlanRequest
+from csps.services.configurator import attention_shape, make_configurator
+from csps.services.planning import Planner
+from csps.services.scheduling.spt_policy import SptRules
+from csps.services.settings import PrefillSettings, Settings, TopologySettings
+
+TOKENS = 4
+SPT, SHORT = 512, 32
+
+NARROW: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 4}
+"""Two instances of two ranks pay for 2 x 20480 weights from 853 tokens on: that many heads' rows
+cost (1 + 1/4) 3/2 + 1 of 64 elements each, split heads' rows 1 + 1/4 + 2."""
+WIDE: dict[str, Any] = {**NARROW, "hidden_size": 32, "num_attention_heads": 8, "head_dim": 16}
+"""Queries four times as wide as the rows that SP-TP sends."""
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("narrow"), num_hidden_layers=3, **NARROW)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), num_hidden_layers=3, **WIDE)
+
+
+def planner(model: Path, *, link_ratio: float = 1.0) -> Planner:
+    settings = Settings(
+        model=str(model),
+        prefill=PrefillSettings(spt_tokens=SPT, short_tokens=SHORT, tp=2),
+        topology=TopologySettings(link_ratio=link_ratio),
+    )
+    configurator = make_configurator(settings)
+
+    async def plan(request: PlanRequest) -> Plan:
+        return configurator.plan(request)
+
+    return plan
+
+
+def deployed(model: Path, *, servers: int = 1, link_ratio: float = 1.0) -> Any:
+    return served(
+        model,
+        prefill_tp=2,
+        prefill_servers=servers,
+        rules=SptRules(spt_tokens=SPT, short_tokens=SHORT),
+        planner=planner(model, link_ratio=link_ratio),
+    )
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * length + place * place) % 251 for place in range(length)]
+
+
+async def ask(server: Served, length: int) -> dict[str, Any]:
+    body = {
+        "model": "tiny", "prompt": prompt_of(length), "max_tokens": TOKENS, "temperature": 0,
+        "ignore_eos": True, "csps": {"explain": True},
+    }  # fmt: skip
+    answer: httpx.Response = await server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def check(told: dict[str, Any], model: Path, length: int, strategy: str) -> None:
+    plan = told["csps"]["plan"]
+    assert (plan["attention"], plan["strategy"]) == ("exact", strategy)
+    assert f"'{strategy}', because nothing moves less" in plan["reason"]
+    expected = greedy_tokens(model, prompt_of(length), TOKENS)
+    assert told["usage"]["completion_tokens"] == TOKENS
+    assert told["choices"][0]["text"] == Tokenizer(model).decode(expected)
+
+
+async def test_each_prompt_runs_by_what_moves_least(narrow: Path) -> None:
+    """All at once: long prompts by gathered weights, middling and short ones with split heads,
+    each on both instances but the short ones, which run inside the others."""
+    wanted = {1000: "gathered_weights", 20: "ulysses", 700: "ulysses", 900: "gathered_weights"}
+    async with deployed(narrow) as server:
+        answers = await asyncio.gather(*(ask(server, length) for length in wanted))
+        for told, (length, strategy) in zip(answers, wanted.items(), strict=True):
+            check(told, narrow, length, strategy)
+            assert len(told["csps"]["placement"]["group"]) == (1 if length <= SHORT else 2)
+        await server.settled()
+
+
+async def test_exact_sp_tp_knows_the_servers_of_its_group(wide: Path) -> None:
+    async with deployed(wide, servers=2, link_ratio=5.0) as server:
+        told = await ask(server, 600)
+        check(told, wide, 600, "sp_tp")
+        csa = told["csps"]["plan"]["csa"]
+        assert csa["locations"] == ["0-0-0", "0-1-2"]
+        assert csa["levels"] == 1
+        assert "one between servers as 5" in told["csps"]["plan"]["reason"]
+        check(await ask(server, 20), wide, 20, "ulysses")
+        await server.settled()
+
+
+async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
+    """Beside the words that begin each layer, and the last row's attention in the last one."""
+    shape = attention_shape(Settings(model=str(narrow)))
+    counted = gathered_weights_traffic(shape, GroupShape(servers=(0, 0), tp=2), 900).cost(1.0)
+    async with deployed(narrow) as server:
+        check(await ask(server, 900), narrow, 900, "gathered_weights")
+        await server.settled()
+        sent = sum(sum(rank.engine.mesh.bytes_sent) for rank in server.gangs[0].ranks)
+    layers, fp32 = shape.layers - 1, 4
+    assert sent == pytest.approx(counted * layers * fp32, rel=0.01)
