@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from csps.models.needle_prompts import Kind
+from csps.models.needle_prompts.questions import Kind
 from csps.models.tokenizer import Tokenizer
-from csps.services.evaluate import Evaluation, cases
+from csps.services.evaluation.cases import Evaluation, cases
 
 KINDS: Final[tuple[Kind, ...]] = ("single", "multi_key", "two_hop")
-"""The kinds of `csps.models.needle_prompts` whose answers begin with the word looked up."""
+"""The kinds whose answers begin with the word looked up."""
 
 
 @dataclass(frozen=True, kw_only=True)

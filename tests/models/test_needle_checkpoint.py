@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from csps.models.needle_prompts import KINDS, Kind, NeedleConfig, generate, is_correct
+from csps.models.needle_prompts.prompt import NeedleConfig, generate
+from csps.models.needle_prompts.questions import KINDS, Kind, is_correct
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from csps.models import needle_prompts
-from csps.models.needle_prompts import KINDS, Kind, NeedleConfig, NeedlePrompt, generate, grid
+from csps.models.needle_prompts.__main__ import main
+from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate, grid
+from csps.models.needle_prompts.questions import KINDS, Kind, is_correct
+from csps.models.needle_prompts.words import KEYS, VALUES, count_words, split_words, vocabulary
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -14,13 +16,13 @@ from csps.models.needle_prompts import KINDS, Kind, NeedleConfig, NeedlePrompt, 
 def test_length_is_exact_in_words(kind: Kind, length: int) -> None:
     prompt = generate(NeedleConfig(length=length, kind=kind, seed=length))
     assert prompt.tokens == length
-    assert needle_prompts.count_words(prompt.text) == length
+    assert count_words(prompt.text) == length
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_spans_hold_the_needles(kind: Kind) -> None:
     prompt = generate(NeedleConfig(length=600, kind=kind, needles=6, seed=3))
-    words = needle_prompts.split_words(prompt.text)
+    words = split_words(prompt.text)
     for needle in prompt.haystack.needles:
         sentence = f"The password of {needle.key} is {needle.value}."
         assert prompt.text[slice(*needle.chars)].strip() == sentence
@@ -71,8 +73,8 @@ def test_a_single_needle_is_alone() -> None:
 
 
 def test_facts_and_filler_share_no_words() -> None:
-    facts = {*needle_prompts.KEYS, *needle_prompts.VALUES}
-    assert len(facts) == len(needle_prompts.KEYS) + len(needle_prompts.VALUES)
+    facts = {*KEYS, *VALUES}
+    assert len(facts) == len(KEYS) + len(VALUES)
     prompt = generate(NeedleConfig(length=20_000, kind="single"))
     filler = prompt.text.replace(prompt.text[slice(*prompt.asked[0].chars)], "")
     words = set(re.findall(r"\w+", filler))
@@ -80,10 +82,10 @@ def test_facts_and_filler_share_no_words() -> None:
 
 
 def test_generated_text_uses_only_the_vocabulary() -> None:
-    known = {*needle_prompts.vocabulary(), *".,:?\n"}
+    known = {*vocabulary(), *".,:?\n"}
     for kind in KINDS:
         text = generate(NeedleConfig(length=3000, kind=kind, seed=5)).text
-        assert set(needle_prompts.split_words(text)) <= known
+        assert set(split_words(text)) <= known
 
 
 def test_a_count_function_of_another_tokenizer_bounds_the_length() -> None:
@@ -126,11 +128,11 @@ def test_too_many_needles_for_the_length_are_refused() -> None:
     [("falcon", True), (" falcon\n", True), ("falcon.", False), ("falconry", False), ("", False)],
 )
 def test_is_correct(reply: str, correct: bool) -> None:
-    assert needle_prompts.is_correct("falcon", reply) is correct
+    assert is_correct("falcon", reply) is correct
 
 
 def test_command_prints_text_and_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    needle_prompts.main(["--length", "200", "--kind", "two_hop", "--seed", "9", "--json"])
+    main(["--length", "200", "--kind", "two_hop", "--seed", "9", "--json"])
     printed = json.loads(capsys.readouterr().out)
     expected = generate(NeedleConfig(length=200, kind="two_hop", seed=9))
     assert (printed["prompt"], printed["answer"]) == (expected.text, expected.answer)

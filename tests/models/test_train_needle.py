@@ -8,15 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from csps.models.train_needle import (
-    STAGES,
-    BatchMaker,
-    Stage,
-    Trainer,
-    build_model,
-    build_tokenizer,
-    layer_logits,
-)
+from csps.models.train_needle.architecture import build_model
+from csps.models.train_needle.batch_maker import BatchMaker
+from csps.models.train_needle.loss import layer_logits
+from csps.models.train_needle.stages import STAGES, Stage
+from csps.models.train_needle.tokenizer import build_tokenizer
+from csps.models.train_needle.trainer import Trainer
 
 TINY = Stage(name="tiny", steps=4, batch=2, tokens=64, needles=(1, 3), questions=3, hard_kinds=0.3)
 

@@ -9,20 +9,15 @@ import httpx
 import pytest
 import torch
 
-from csps.models.needle_prompts import KINDS, Haystack, Kind, Question
-from csps.services import evaluate as evaluation_module
-from csps.services.evaluate import (
-    DEFAULT_MODEL,
-    Evaluation,
-    LocalAnswerer,
-    LocalModel,
-    ServerAnswerer,
-    accuracy,
-    cases,
-    evaluate,
-    sensitivity,
-    summary,
-)
+from csps.models.needle_prompts.haystack import Haystack
+from csps.models.needle_prompts.questions import KINDS, Kind, Question
+from csps.services import eval_command
+from csps.services.evaluation.cases import Evaluation, cases
+from csps.services.evaluation.local_answerer import LocalAnswerer
+from csps.services.evaluation.local_model import LocalModel
+from csps.services.evaluation.scores import accuracy, evaluate, summary
+from csps.services.evaluation.sensitivity import sensitivity
+from csps.services.evaluation.server_answerer import ServerAnswerer
 
 
 def read_answer(prompt: str) -> str:
@@ -116,17 +111,17 @@ def test_a_failing_server_is_an_error_and_no_wrong_answer() -> None:
 )
 def test_contradictory_arguments_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
-        evaluation_module.parse_arguments(argv)
+        eval_command.parse_arguments(argv)
 
 
 def test_an_unreachable_server_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert evaluation_module.main(["--base-url", "http://127.0.0.1:9", "--lengths", "256"]) == 1
+    assert eval_command.main(["--base-url", "http://127.0.0.1:9", "--lengths", "256"]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def model() -> LocalModel:
-    return LocalModel.load(DEFAULT_MODEL)
+    return LocalModel.load(eval_command.DEFAULT_MODEL)
 
 
 def test_a_question_behind_a_shared_context_equals_the_whole_prompt(model: LocalModel) -> None:
@@ -172,7 +167,7 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ["--lengths", "256", "512", "--questions", "4", "--share", "2"]
     argv += ["--json", str(tmp_path / "eval.json"), "--plot", str(tmp_path / "eval.png")]
-    assert evaluation_module.main(argv) == 0
+    assert eval_command.main(argv) == 0
     written = json.loads((tmp_path / "eval.json").read_text())
     assert set(written["results"]) == {"single", "multi_key"}
     assert written["evaluation"]["lengths"] == [256, 512]

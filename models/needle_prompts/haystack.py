@@ -1,0 +1,126 @@
+"""Needles hidden in filler, at chosen depths.
+
+A needle is a sentence of one fixed form, ``The password of Lisbon is falcon.``: *Lisbon* is its
+key, *falcon* its value.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from csps.models.needle_prompts.filler import SHORTEST_SENTENCE, filler_sentences
+from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words
+
+
+class Fact(NamedTuple):
+    """What is to be hidden, and where."""
+
+    key: str
+    value: str
+    depth: float
+    """0 is the start of the text, 1 its end."""
+
+    @property
+    def words(self) -> list[str]:
+        """The sentence that tells it."""
+        return [" The", " password", " of", f" {self.key}", " is", f" {self.value}", "."]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needle:
+    """A fact and where it lies in its haystack."""
+
+    key: str
+    value: str
+    depth: float
+    """Tokens before the sentence / tokens of the haystack."""
+    chars: tuple[int, int]
+    """The sentence is ``text[start:end]``, the space before it included."""
+    words: tuple[int, int]
+    """The sentence is ``words[start:end]``: token positions in the default model's tokenizer,
+    not counting a beginning-of-text token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Haystack:
+    """Filler with needles; ``"".join(words)`` is the text."""
+
+    words: tuple[str, ...]
+    needles: tuple[Needle, ...]
+    """In the order in which the facts were given."""
+    tokens: int
+    """Length by the count function in use."""
+
+    @property
+    def text(self) -> str:
+        """What is read."""
+        return "".join(self.words)
+
+
+def draw_facts(
+    rng: random.Random, needles: int, *, depths: Sequence[float] = (), hops: int = 0
+) -> list[Fact]:
+    """Distinct keys with distinct values; the first ``hops`` facts lead to the ``hops`` next ones.
+
+    The first facts lie at the given depths, all others anywhere.
+    """
+    keys = rng.sample(KEYS, needles)
+    values = rng.sample(VALUES, needles)
+    values[:hops] = keys[hops : 2 * hops]
+    places = [*depths, *(rng.random() for _ in keys[len(depths) :])]
+    return list(map(Fact, keys, values, places))
+
+
+def build_haystack(
+    rng: random.Random, tokens: int, facts: Sequence[Fact], count: Count | None = None
+) -> Haystack:
+    """Hide facts in filler, ``tokens`` tokens in all.
+
+    With a count function, in as many as its counts of the sentences add up to, and at most one
+    sentence fewer.
+
+    Raises:
+        ValueError: the facts alone are longer.
+    """
+    size = count or count_words
+    hidden = sum(size("".join(fact.words)) for fact in facts)
+    room = tokens - hidden
+    if room < SHORTEST_SENTENCE:
+        raise ValueError(f"{len(facts)} needles do not fit into {tokens} tokens")
+    words, located = _weave(filler_sentences(rng, room, count), facts)
+    text_tokens = len(words) if count is None else count("".join(words))
+    return Haystack(words=tuple(words), needles=tuple(located), tokens=text_tokens)
+
+
+def _weave(filler: list[list[str]], facts: Sequence[Fact]) -> tuple[list[str], list[Needle]]:
+    """Put each fact before the first filler sentence at or beyond its depth."""
+    total = sum(map(len, filler))
+    waiting = sorted(facts, key=lambda fact: fact.depth)
+    words: list[str] = []
+    starts: dict[str, int] = {}
+    seen = 0
+    for sentence in [*filler, []]:
+        while waiting and (seen >= waiting[0].depth * total or not sentence):
+            fact = waiting.pop(0)
+            starts[fact.key] = len(words)
+            words += fact.words
+        words += sentence
+        seen += len(sentence)
+    # The text starts at the margin.
+    words[0] = words[0].lstrip(" ")
+    return words, [_locate(fact, starts[fact.key], words) for fact in facts]
+
+
+def _locate(fact: Fact, start: int, words: list[str]) -> Needle:
+    end = start + len(fact.words)
+    char = sum(map(len, words[:start]))
+    return Needle(
+        key=fact.key,
+        value=fact.value,
+        depth=start / len(words),
+        chars=(char, char + sum(map(len, words[start:end]))),
+        words=(start, end),
+    )

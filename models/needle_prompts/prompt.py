@@ -1,0 +1,132 @@
+"""One prompt, drawn from its configuration alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from csps.models.needle_prompts.haystack import (
+    Fact,
+    Haystack,
+    Needle,
+    build_haystack,
+    draw_facts,
+)
+from csps.models.needle_prompts.questions import KINDS, Kind, Question, ask
+from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words
+
+_KEYS_ASKED_TOGETHER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleConfig:
+    """One prompt, reproducible from its fields."""
+
+    length: int = 1024
+    """Tokens of the whole prompt, question included, without special tokens."""
+    kind: Kind = "multi_key"
+    needles: int = 4
+    """Needles in the haystack: those asked for and the distractors. ``single`` has just one."""
+    depth: float | None = None
+    """Where the (first) needle asked for lies: 0 is the start of the text, 1 its end. None: random.
+    All other needles lie at random depths."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        if self.depth is not None and not 0.0 <= self.depth <= 1.0:
+            raise ValueError(f"depth must lie between 0 and 1, not {self.depth}")
+        if not 1 <= self.needles <= min(len(KEYS), len(VALUES)):
+            raise ValueError(f"needles must be between 1 and {len(VALUES)}, not {self.needles}")
+        if self.kind in ("multi", "two_hop") and self.needles < 2:
+            raise ValueError(f"a {self.kind} question needs at least two needles")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedlePrompt:
+    """A haystack with one question: what is sent to a model, and what it should answer."""
+
+    config: NeedleConfig
+    haystack: Haystack
+    question: Question
+    tokens: int
+    """Length of ``text`` by the count function in use, without special tokens."""
+
+    @property
+    def text(self) -> str:
+        """For /v1/completions."""
+        return self.haystack.text + self.question.completion_text
+
+    @property
+    def chat_text(self) -> str:
+        """For the content of a user message in /v1/chat/completions."""
+        return self.haystack.text + self.question.text
+
+    @property
+    def answer(self) -> str:
+        """The one right answer."""
+        return self.question.answer
+
+    @property
+    def asked(self) -> tuple[Needle, ...]:
+        """The needles that the answer needs, in the order of the answer."""
+        return tuple(self.haystack.needles[i] for i in self.question.needles)
+
+
+def generate(config: NeedleConfig, count: Count | None = None) -> NeedlePrompt:
+    """The prompt that a config describes; never longer than asked for.
+
+    Raises:
+        ValueError: the needles do not fit into its length.
+    """
+    aim = config.length
+    while True:
+        prompt = _draw(config, aim, count)
+        if prompt.tokens <= config.length:
+            return prompt
+        # A tokenizer may count more for a text than for its sentences.
+        aim -= prompt.tokens - config.length
+
+
+def _draw(config: NeedleConfig, length: int, count: Count | None) -> NeedlePrompt:
+    rng = random.Random(repr(config))
+    needles = 1 if config.kind == "single" else config.needles
+    hops = int(config.kind == "two_hop")
+    depths = [] if config.depth is None else [config.depth]
+    facts = draw_facts(rng, needles, depths=depths, hops=hops)
+    asked = {"single": 1, "multi_key": 1, "multi": min(needles, _KEYS_ASKED_TOGETHER), "two_hop": 2}
+    indices = range(asked[config.kind])
+    size = count or count_words
+    tail = ask(_bare(facts), config.kind, indices).completion_text
+    haystack = build_haystack(rng, length - size(tail), facts, count)
+    question = ask(haystack, config.kind, indices)
+    return NeedlePrompt(
+        config=config,
+        haystack=haystack,
+        question=question,
+        tokens=size(haystack.text + question.completion_text),
+    )
+
+
+def _bare(facts: Sequence[Fact]) -> Haystack:
+    """A haystack of needles only: enough to phrase a question, and to know its length."""
+    needles = [Needle(**fact._asdict(), chars=(0, 0), words=(0, 0)) for fact in facts]
+    return Haystack(words=(), needles=tuple(needles), tokens=0)
+
+
+def grid(
+    base: NeedleConfig, *, lengths: Sequence[int], depths: int, repeats: int
+) -> Iterator[NeedleConfig]:
+    """Depth x length grid: every length at ``depths`` evenly spread depths, ``repeats`` times each.
+
+    Seeds count up from the base's, so no two cells share a text.
+    """
+    seed = base.seed
+    for length in lengths:
+        for step in range(depths):
+            for _ in range(repeats):
+                depth = (step + 0.5) / depths
+                yield replace(base, length=length, depth=depth, seed=seed)
+                seed += 1

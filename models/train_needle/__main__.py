@@ -1,0 +1,57 @@
+"""Train the small default model, which finds needles in long text.
+
+Four ideas make this work on one CPU core within an hour or two:
+
+1. *Copy first.* Training on retrieval alone stays for thousands of steps at "any value of the
+   context". Copying shuffled segments of random words teaches the two-layer circuit (look at the
+   previous word; find what followed this word) within some hundred steps.
+2. *Then hints.* From copying, retrieval still falls back to "any value": every value follows the
+   same "is". So for a while the value is asked for already at the key in the question, and at each
+   word from there to the answer. At the key only the look-up is to be learnt, and 250 steps do it.
+3. *Pretend to be long.* What makes a 64K-token text hard is the number of words that compete for
+   attention and the distances between them, and both can be had in a short one: positions skip
+   at random between sentences (PoSE), and each filler word's attention logit is raised by ln(R),
+   which is what R copies of it would weigh. A 500-token text then costs attention as much mass as
+   any length does up to the longest the model serves.
+4. *Many questions to one text.* Each question stands behind the text as if it were alone: it sees
+   the text and itself, never another question. Intermediate layers must answer as well (deep
+   supervision), so that retrieval happens in several layers, not in just the last one.
+
+Run ``python -m csps.models.train_needle --out DIR``; the same command resumes it if interrupted.
+Batches depend on seed, stage and step alone, so that a resumed run sees what an uninterrupted one
+would have seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from csps.models.train_needle.trainer import Trainer
+from csps.models.train_needle.training_log import plot_log
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; `argv` instead of the process's own arguments."""
+    arguments = _parse(argv)
+    torch.set_num_threads(arguments.threads)
+    trainer = Trainer(arguments.out, arguments.seed)
+    trainer.train()
+    if arguments.plot:
+        plot_log(trainer.rows, arguments.plot)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m csps.models.train_needle")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve here when done")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Training sequences, and a batch of them as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """B sequences of T tokens and the N places in them where a word is to be predicted."""
+
+    ids: Tensor
+    """(B, T)"""
+    positions: Tensor
+    """(B, T)"""
+    mask: Tensor
+    """(B, 1, T, T), added to the attention logits: -inf, 0, or ln(R)."""
+    rows: Tensor
+    """(N,) sequence of each prediction."""
+    columns: Tensor
+    """(N,) the token behind which it is made."""
+    targets: Tensor
+    """(N,)"""
+    answers: int
+    """The first of the N belong to answers, all others to filler."""
+
+
+@dataclass(kw_only=True)
+class TrainingSequence:
+    """One training sequence while it is being written."""
+
+    ids: list[int]
+    positions: list[int]
+    blocks: list[int]
+    """0: text that all may see; n: seen by the n-th question alone."""
+    filler: list[bool]
+    copies: float = 1.0
+    """How many times each filler word counts."""
+
+    def __post_init__(self) -> None:
+        self.predictions: list[tuple[int, int]] = []
+        """(index of the token before, word to predict)"""
+        self.continuations: list[tuple[int, int]] = []
+        """The same in filler."""
+
+
+def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
+    """Side by side; what a sequence lacks in length is `pad`, which nobody sees."""
+    width = max(len(sequence.ids) for sequence in sequences)
+
+    def padded(rows: Iterator[Sequence[int]], fill: int) -> Tensor:
+        return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+
+    blocks = padded((s.blocks for s in sequences), -1)
+    filler = padded((s.filler for s in sequences), 0).float()
+    copies = torch.tensor([s.copies for s in sequences]).log().clamp(min=0)
+    seen = (blocks[:, None, :] == 0) | (blocks[:, :, None] == blocks[:, None, :])
+    seen &= torch.ones(width, width, dtype=torch.bool).tril()
+    mask = (filler * copies[:, None])[:, None, :].expand_as(seen)
+    answers = [(row, *p) for row, s in enumerate(sequences) for p in s.predictions]
+    continuations = [(row, *p) for row, s in enumerate(sequences) for p in s.continuations]
+    rows, columns, targets = torch.tensor(answers + continuations).unbind(1)
+    return Batch(
+        ids=padded((s.ids for s in sequences), pad),
+        positions=padded((s.positions for s in sequences), 0),
+        mask=mask.masked_fill(~seen, -torch.inf)[:, None],
+        rows=rows,
+        columns=columns,
+        targets=targets,
+        answers=len(answers),
+    )

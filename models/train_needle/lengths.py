@@ -1,0 +1,27 @@
+"""A short text that costs attention what a long one would: skipped positions (PoSE)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+
+def log_uniform(rng: random.Random, low: float, high: float) -> float:
+    """Every order of magnitude from `low` to `high` as likely as any other."""
+    return math.exp(rng.uniform(math.log(low), math.log(high)))
+
+
+def skipping_positions(rng: random.Random, words: Sequence[str], length: int) -> list[int]:
+    """Increasing positions that spread the words over ``length``, skipping between sentences."""
+    ends = [index for index, word in enumerate(words) if word == "."]
+    # Uneven shares: some sentences stay neighbours while others move far apart.
+    shares = [rng.random() ** 4 for _ in ends]
+    scale = max(0, length - len(words)) / (sum(shares) or 1.0)
+    skips = {index: int(share * scale) for index, share in zip(ends, shares, strict=True)}
+    positions: list[int] = []
+    position = 0
+    for index in range(len(words)):
+        positions.append(position)
+        position += 1 + skips.get(index, 0)
+    return positions

@@ -1,0 +1,152 @@
+"""The recipe: stretches of training, each with its mixture of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from csps.models.train_needle.architecture import CONTEXT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stretch of training with one mixture of data."""
+
+    name: str
+    steps: int
+    batch: int
+    """Sequences in a step."""
+    tokens: int
+    """Length of a haystack; of a whole sequence when copying."""
+    needles: tuple[int, int] = (1, 1)
+    """Fewest and most needles in a haystack."""
+    questions: int = 0
+    """Questions to each haystack."""
+    longest: int = CONTEXT
+    """The haystack pretends to be of any length up to this, in tokens."""
+    copying: float = 0.0
+    """Share of the steps that train copying instead of questions."""
+    hints: bool = False
+    """Ask for the value at every word from the key on, in the question already."""
+    everyday: bool = False
+    """Also what users do: values that are ordinary words, questions in the middle of a message,
+    and messages without any question (`text_sequences.REPLY_TO_NO_QUESTION`)."""
+    idle: float = 0.0
+    """Share of the sequences that are short and have neither facts nor questions."""
+    mentions: float = 0.0
+    """Share of the filler's nouns that name a key without telling its value."""
+    misspelt: float = 0.0
+    """Share of the haystacks with words outside the vocabulary, spelt in bytes."""
+    continued: int = 0
+    """Filler words of each haystack to be predicted, so that the model writes some English."""
+    pool: int | None = None
+    """Fewest different words in a text to copy; None: as many as there are."""
+    hard_kinds: float = 0.0
+    """Share of the questions that ask for several needles or for two hops."""
+    learning_rate: tuple[float, float] = (2e-3, 2e-3)
+    """At the stage's first and last step, linear between."""
+
+
+STAGES = (
+    Stage(name="copy", steps=500, batch=48, tokens=128, copying=1.0),
+    # Only the frame of an answer: it is one of the values, then comes the end.
+    Stage(
+        name="facts",
+        steps=250,
+        batch=32,
+        tokens=96,
+        needles=(2, 8),
+        questions=6,
+        copying=0.25,
+        longest=4096,
+    ),
+    # Words repeat, so the word before does not tell what comes next, but the two before do: the
+    # step from "Lisbon" to "Lisbon is".
+    Stage(name="pairs", steps=200, batch=48, tokens=128, copying=1.0, pool=16),
+    Stage(
+        name="lookup",
+        steps=300,
+        batch=32,
+        tokens=96,
+        needles=(2, 8),
+        questions=6,
+        copying=0.25,
+        pool=16,
+        longest=256,
+        hard_kinds=0.5,
+    ),
+    Stage(
+        name="hints",
+        steps=250,
+        batch=24,
+        tokens=96,
+        needles=(2, 8),
+        questions=6,
+        copying=0.1,
+        pool=16,
+        longest=256,
+        hard_kinds=0.4,
+        hints=True,
+    ),
+    Stage(
+        name="text",
+        steps=250,
+        batch=12,
+        tokens=256,
+        needles=(1, 20),
+        questions=12,
+        hard_kinds=0.4,
+        hints=True,
+        learning_rate=(2e-3, 1e-3),
+    ),
+    Stage(
+        name="long",
+        steps=250,
+        batch=8,
+        tokens=512,
+        needles=(1, 50),
+        questions=16,
+        hard_kinds=0.4,
+        misspelt=0.2,
+        continued=48,
+        learning_rate=(1.5e-3, 1.25e-3),
+    ),
+    Stage(
+        name="polish",
+        steps=500,
+        batch=8,
+        tokens=512,
+        needles=(1, 60),
+        questions=16,
+        hard_kinds=0.5,
+        everyday=True,
+        misspelt=0.2,
+        continued=96,
+        learning_rate=(1.25e-3, 1e-5),
+    ),
+    # How to behave when nothing is asked; and texts that name keys in passing.
+    Stage(
+        name="manners",
+        steps=300,
+        batch=8,
+        tokens=512,
+        needles=(1, 60),
+        questions=14,
+        hard_kinds=0.5,
+        everyday=True,
+        idle=0.4,
+        mentions=0.02,
+        misspelt=0.2,
+        continued=128,
+        learning_rate=(6e-4, 1e-5),
+    ),
+)
+
+
+def schedule(stages: Sequence[Stage]) -> Iterator[tuple[int, Stage, int]]:
+    """(step of all, stage, step within the stage), from 0."""
+    total = 0
+    for stage in stages:
+        for step in range(stage.steps):
+            yield total, stage, step
+            total += 1

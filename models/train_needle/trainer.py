@@ -1,0 +1,95 @@
+"""The training loop, which goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from csps.models.train_needle.architecture import build_model
+from csps.models.train_needle.batch_maker import BatchMaker
+from csps.models.train_needle.checkpoint import save_checkpoint
+from csps.models.train_needle.loss import loss_and_accuracy
+from csps.models.train_needle.stages import STAGES, Stage, schedule
+from csps.models.train_needle.tokenizer import build_tokenizer
+from csps.models.train_needle.training_log import Row, Window, write_log
+
+
+class Trainer:
+    """Owns what a checkpoint saves: model, optimizer, step and log."""
+
+    def __init__(self, out: Path, seed: int, stages: Sequence[Stage] = STAGES) -> None:
+        self.out = out
+        self.stages = stages
+        self.tokenizer = build_tokenizer()
+        torch.manual_seed(seed)
+        self.model = build_model(self.tokenizer)
+        self.batches = BatchMaker(self.tokenizer, seed)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01
+        )
+        self.step = 0
+        self.rows: list[Row] = []
+        out.mkdir(parents=True, exist_ok=True)
+        if self._state_file.exists():
+            self._resume()
+
+    @property
+    def _state_file(self) -> Path:
+        return self.out / "training_state.pt"
+
+    def _resume(self) -> None:
+        state = torch.load(self._state_file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.rows = state["step"], json.loads(state["rows"])
+
+    def save(self) -> None:
+        """Training state for resuming; checkpoint, log and curve for use."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "rows": json.dumps(self.rows),
+        }
+        partial = self._state_file.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self._state_file)
+        save_checkpoint(self.model, self.tokenizer, self.out / "checkpoint")
+        write_log(self.rows, self.out / "log.csv")
+
+    def train(
+        self, *, until: int | None = None, log_every: int = 50, save_every: int = 250
+    ) -> None:
+        """Go on from where the run stands to its end, or to a step of it."""
+        self.model.train()
+        window = Window()
+        for total, stage, step in itertools.islice(schedule(self.stages), self.step, until):
+            window.add(*self._update(stage, step))
+            self.step = total + 1
+            if self.step % log_every == 0:
+                self._log(stage, window)
+                window = Window()
+            if self.step % save_every == 0:
+                self.save()
+        self.save()
+
+    def _log(self, stage: Stage, window: Window) -> None:
+        row: Row = {"step": self.step, "stage": stage.name, **window.means()}
+        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        self.rows.append(row)
+
+    def _update(self, stage: Stage, step: int) -> tuple[float, float]:
+        first, last = stage.learning_rate
+        rate = first + (last - first) * step / stage.steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (self.step + 1) / 50)
+        loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item(), accuracy

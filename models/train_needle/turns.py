@@ -1,0 +1,67 @@
+"""A question behind its haystack, the answer, and hints to it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from csps.models.needle_prompts.haystack import Haystack
+from csps.models.needle_prompts.questions import ANSWER_HEAD, PHRASINGS, Question, ask
+from csps.models.train_needle.batch import TrainingSequence
+from csps.models.train_needle.spelling import Spelling
+from csps.models.train_needle.tokenizer import END
+
+
+def draw_question(rng: random.Random, haystack: Haystack, hops: int, hard_kinds: float) -> Question:
+    """One that the haystack answers; the first `hops` of its facts lead to others."""
+    needles = range(len(haystack.needles))
+    if hops and rng.random() < hard_kinds:
+        first = rng.randrange(hops)
+        place = {needle.key: index for index, needle in enumerate(haystack.needles)}
+        chains = [i for i in needles if haystack.needles[i].value in place]
+        index = chains[first % len(chains)]
+        return ask(haystack, "two_hop", [index, place[haystack.needles[index].value]])
+    if len(needles) > 1 and rng.random() < hard_kinds:
+        count = rng.randint(2, min(4, len(needles)))
+        return ask(haystack, "multi", rng.sample(needles, count))
+    phrasing = rng.choice([0, 0, 0, *range(len(PHRASINGS))])
+    return ask(haystack, "multi_key", [rng.choice(needles)], phrasing=phrasing)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Writes questions and their answers behind a haystack, each in a block of its own."""
+
+    sequence: TrainingSequence
+    spelling: Spelling
+    chat: bool
+
+    def append(self, block: int, text: str, answer: str) -> None:
+        """A question, or what stands in its place."""
+        sequence, ids = self.sequence, self.spelling.ids
+        tail = [END, "<|assistant|>"] if self.chat else ANSWER_HEAD
+        prompt = [*self.spelling.spell(text), *(ids[word] for word in tail)]
+        reply = [*self.spelling.spell(answer), ids[END]]
+        first = len(sequence.ids) + len(prompt) - 1
+        sequence.predictions += [(first + index, word) for index, word in enumerate(reply)]
+        position = sequence.positions[sequence.blocks.count(0) - 1] + 1
+        count = len(prompt) + len(reply)
+        sequence.ids += prompt + reply
+        sequence.positions += range(position, position + count)
+        sequence.blocks += [block] * count
+        sequence.filler += [False] * count
+
+    def hint(self, block: int, haystack: Haystack, question: Question) -> None:
+        """Predict a key's value at the key, where nothing but the look-up has to be learnt, and
+        at the words between a last key and the answer."""
+        sequence, ids = self.sequence, self.spelling.ids
+        values = {ids[f" {n.key}"]: ids[f" {n.value}"] for n in haystack.needles}
+        begin = sequence.blocks.index(block)
+        (answer, _) = min(place for place in sequence.predictions if place[0] > begin)
+        asked = [i for i in range(begin, answer) if sequence.ids[i] in values]
+        if len(asked) == 1 and question.kind != "two_hop":
+            asked = list(range(asked[0], answer))
+        value = 0
+        for index in asked:
+            value = values.get(sequence.ids[index], value)
+            sequence.predictions.append((index, value))

@@ -1,0 +1,87 @@
+"""What is asked: haystacks and questions over a grid of kinds, lengths and depths.
+
+Long prompts are dear, so ``share`` questions can be put to one haystack: it is computed once, and
+each question is computed behind its KV as if no other had been asked. ``share = 1`` gives each
+question a haystack of its own, as a server always has it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from csps.models.needle_prompts.haystack import Haystack, build_haystack, draw_facts
+from csps.models.needle_prompts.questions import Kind, Question, ask
+from csps.models.needle_prompts.words import count_words
+
+DEFAULT_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+MAX_ANSWER_TOKENS = 32
+"""No right answer is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is asked, reproducible from these fields."""
+
+    kinds: tuple[Kind, ...] = ("single", "multi_key")
+    lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    """Tokens of a whole prompt, without special tokens."""
+    questions: int = 200
+    """For each kind and length."""
+    needles: int = 8
+    """Facts in a haystack, except with kind ``single``; more if ``share`` needs more."""
+    share: int = 1
+    """Questions put to one haystack."""
+    seed: int = 1
+    """Streams of random numbers differ from training's, whatever its seed."""
+
+    def __post_init__(self) -> None:
+        if self.share < 1 or self.questions % self.share:
+            raise ValueError(f"questions ({self.questions}) must be a multiple of share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A haystack and the questions to it."""
+
+    length: int
+    haystack: Haystack
+    questions: tuple[Question, ...]
+
+
+def cases(evaluation: Evaluation, kind: Kind, length: int) -> Iterator[Case]:
+    """Haystacks with ``share`` questions each; the depths asked for cover 0 to 1 evenly."""
+    haystacks = evaluation.questions // evaluation.share
+    for number in range(haystacks):
+        rng = random.Random(f"evaluation/{evaluation.seed}/{kind}/{length}/{number}")
+        # Haystack n takes every haystacks-th depth from the n-th, so that together they cover all.
+        depths = [
+            (number + 0.5 + haystacks * index) / evaluation.questions
+            for index in range(evaluation.share)
+        ]
+        yield _case(rng, evaluation, kind, length, depths)
+
+
+def _case(
+    rng: random.Random, evaluation: Evaluation, kind: Kind, length: int, depths: Sequence[float]
+) -> Case:
+    share = len(depths)
+    hops = share if kind == "two_hop" else 0
+    fewest = {"single": share, "multi_key": share, "multi": max(share, 3), "two_hop": 2 * share}
+    needles = share if kind == "single" else max(evaluation.needles, fewest[kind])
+    facts = draw_facts(rng, needles, depths=depths, hops=hops)
+
+    def asked(index: int) -> list[int]:
+        if kind == "two_hop":
+            return [index, share + index]
+        return [(index + i) % needles for i in range(3 if kind == "multi" else 1)]
+
+    def questions(haystack: Haystack) -> tuple[Question, ...]:
+        return tuple(ask(haystack, kind, asked(index)) for index in range(share))
+
+    # Questions of a kind are of one length, so a draft tells how much room they need.
+    draft = build_haystack(rng, 16 * (needles + 1), facts)
+    tail = max(count_words(question.completion_text) for question in questions(draft))
+    haystack = build_haystack(rng, length - tail, facts)
+    return Case(length=length, haystack=haystack, questions=questions(haystack))

@@ -1,0 +1,124 @@
+"""A model in this process, and the KV it answers from."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from csps.kernels.attention import attention
+from csps.kernels.merge import merge
+from csps.models.loading import load_network
+from csps.models.network import Network
+from csps.models.spec import read_eos_token_ids
+from csps.services.evaluation.cases import MAX_ANSWER_TOKENS
+
+Span = tuple[int, int]
+"""Characters ``start:end`` of a text, or tokens of it."""
+Partial = tuple[Tensor, Tensor]
+"""Attention to some of the keys, and its log-sum-exp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """KV of computed tokens, of each layer; shape suffixes as in `csps.models.network`."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    end: int
+    """Position of the next token."""
+
+    def without(self, spans: Iterable[Span]) -> Context:
+        """Some tokens dropped; all others keep their positions."""
+        kept = torch.ones(len(self.keys[0]), dtype=torch.bool)
+        for start, end in spans:
+            kept[start:end] = False
+        return Context(
+            keys=tuple(k_thd[kept] for k_thd in self.keys),
+            values=tuple(v_thd[kept] for v_thd in self.values),
+            end=self.end,
+        )
+
+
+class LocalModel:
+    """A model in this process: exact attention, greedy, one sequence."""
+
+    def __init__(self, network: Network, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> None:
+        self.network = network
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+
+    @classmethod
+    def load(cls, folder: Path) -> LocalModel:
+        """Of a checkpoint folder."""
+        # The tokenizers library's own class, because it tells where in the text a token lies.
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return cls(load_network(folder), tokenizer, frozenset(read_eos_token_ids(folder)))
+
+    @torch.inference_mode()
+    def read(self, text: str) -> Context:
+        """Compute a text from position 0, with the special tokens that begin it."""
+        ids = self.tokenizer.encode(text).ids
+        return self._forward(ids, past=None)[1]
+
+    @torch.inference_mode()
+    def answer(self, past: Context, text: str) -> str:
+        """What follows the past and the text, greedily; the past stays as it is."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        reply: list[int] = []
+        logits_v, own = self._forward(ids, past)
+        for _ in range(MAX_ANSWER_TOKENS):
+            token = int(logits_v.argmax())
+            if token in self.stop_ids:
+                break
+            reply.append(token)
+            logits_v, own = self._forward([token], past, own)
+        return str(self.tokenizer.decode(reply))
+
+    def tokens_of(self, text: str, spans: Sequence[Span]) -> list[Span]:
+        """Token spans, special tokens counted, that cover character spans of a text."""
+        starts, ends = zip(*self.tokenizer.encode(text).offsets, strict=True)
+        return [(bisect_right(ends, start), bisect_left(starts, end)) for start, end in spans]
+
+    def _forward(
+        self, ids: Sequence[int], past: Context | None, own: Context | None = None
+    ) -> tuple[Tensor, Context]:
+        """Next-token logits, and the KV of the tokens behind the past.
+
+        The past is attended to where it lies and merged: a decode step copies none of it.
+        """
+        begin = own.end if own else past.end if past else 0
+        end = begin + len(ids)
+        rotary = self.network.rotary(torch.arange(begin, end))
+        x_td = self.network.embed(torch.tensor(ids))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for number, layer in enumerate(self.network.layers):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+            if own:
+                k_thd = torch.cat((own.keys[number], k_thd))
+                v_thd = torch.cat((own.values[number], v_thd))
+            parts = [_attend_causally(q_thd, k_thd, v_thd, end)]
+            if past:
+                parts.append(_attend_to_all(q_thd, past.keys[number], past.values[number]))
+            outs, lses = zip(*parts, strict=True)
+            x_td = layer.finish(x_td, merge(outs, lses)[0])
+            keys.append(k_thd)
+            values.append(v_thd)
+        context = Context(keys=tuple(keys), values=tuple(values), end=end)
+        return self.network.logits(x_td[-1:])[0], context
+
+
+def _attend_causally(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, end: int) -> Partial:
+    """Queries and keys are of the positions right before `end`."""
+    q_positions, k_positions = (torch.arange(end - len(it), end) for it in (q_thd, k_thd))
+    return attention(q_thd, k_thd, v_thd, q_positions=q_positions, k_positions=k_positions)
+
+
+def _attend_to_all(q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Partial:
+    return attention(q_thd, k_thd, v_thd, q_positions=None, k_positions=None)

@@ -1,0 +1,100 @@
+"""How a model answered: question by question, and by length and depth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from csps.models.needle_prompts.haystack import Haystack
+from csps.models.needle_prompts.questions import Kind, Question, is_correct
+from csps.services.evaluation.cases import Case, Evaluation, cases
+
+
+class Answerer(Protocol):
+    """A model that answers questions to a haystack, each on its own."""
+
+    def answers(self, haystack: Haystack, questions: Sequence[Question]) -> list[str]:
+        """Its replies, in the order of the questions."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One question with its reply."""
+
+    kind: Kind
+    length: int
+    depth: float
+    """Of the first needle asked for."""
+    expected: str
+    reply: str
+
+    @property
+    def correct(self) -> bool:
+        """The same words as expected, and no others."""
+        return is_correct(self.expected, self.reply)
+
+
+def evaluate(
+    evaluation: Evaluation,
+    answerer: Answerer,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Answered]:
+    """Put all questions; ``report`` gets a line for each kind and length."""
+    results: list[Answered] = []
+    for kind in evaluation.kinds:
+        for length in evaluation.lengths:
+            start = time.monotonic()
+            cell = list(_answered(cases(evaluation, kind, length), answerer))
+            seconds = time.monotonic() - start
+            report(f"{kind:>9} {length:>6} tokens: {accuracy(cell):7.2%} ({seconds:.0f} s)")
+            results += cell
+    return results
+
+
+def _answered(asked: Iterable[Case], answerer: Answerer) -> Iterator[Answered]:
+    for case in asked:
+        replies = answerer.answers(case.haystack, case.questions)
+        for question, reply in zip(case.questions, replies, strict=True):
+            yield Answered(
+                kind=question.kind,
+                length=case.length,
+                depth=case.haystack.needles[question.needles[0]].depth,
+                expected=question.answer,
+                reply=reply,
+            )
+
+
+def accuracy(answered: Iterable[Answered]) -> float:
+    """Share of right replies."""
+    return fmean(one.correct for one in answered)
+
+
+def summary(results: Sequence[Answered], depth_bins: int = 10) -> dict[str, Any]:
+    """By kind: accuracy by length, and by length and depth."""
+    kinds = dict.fromkeys(one.kind for one in results)
+    return {
+        kind: _kind_summary([r for r in results if r.kind == kind], depth_bins) for kind in kinds
+    }
+
+
+def _kind_summary(results: Sequence[Answered], depth_bins: int) -> dict[str, Any]:
+    by_length: dict[str, float] = {}
+    grid: dict[str, list[float | None]] = {}
+    for length in sorted({one.length for one in results}):
+        row = [one for one in results if one.length == length]
+        by_length[str(length)] = round(accuracy(row), 4)
+        bins: list[list[Answered]] = [[] for _ in range(depth_bins)]
+        for one in row:
+            bins[min(int(one.depth * depth_bins), depth_bins - 1)].append(one)
+        grid[str(length)] = [round(accuracy(cell), 4) if cell else None for cell in bins]
+    wrong = [one for one in results if not one.correct]
+    return {
+        "questions": len(results),
+        "accuracy_by_length": by_length,
+        "accuracy_by_length_and_depth": grid,
+        "wrong": [asdict(one) for one in wrong[:20]],
+    }
