@@ -8,6 +8,7 @@ from tokenizers import Tokenizer as Backend
 from csps.models.errors import CheckpointError, InvalidTextError
 from csps.models.json_file import read_json_if_present
 from csps.models.spec import read_eos_token_ids
+from csps.models.token_bytes import EntryBytes, entry_bytes
 
 _REPLACEMENT = "\ufffd"
 """What bytes that are no UTF-8 decode to, among them the first bytes of a longer character."""
@@ -27,6 +28,7 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path) -> None:
         self._backend = _read_backend(model_dir / "tokenizer.json")
+        self._entry_bytes: EntryBytes | None = entry_bytes(self._backend)
         self.eos_token_ids = self._read_eos_token_ids(model_dir)
         """Tokens that end an answer: the model's, and the tokenizer's own."""
 
@@ -34,6 +36,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens that have a text; a model's padded embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def highest_id(self) -> int:
+        """The largest id that `encode` may return; ids may have gaps. Looks at the whole
+        vocabulary."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Tokenizes a text.
@@ -54,6 +62,19 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some tokens; bytes that are not UTF-8 come out as U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for: joined, those of an answer are its text in UTF-8.
+
+        Two kinds of tokens differ: special ones are not hidden, and one at the beginning keeps its
+        space where the decoder takes it away from a text. Empty for ids without an entry.
+        """
+        entry = self._backend.id_to_token(token_id)
+        if entry is None:
+            return b""
+        if self._entry_bytes is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        return self._entry_bytes(entry)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
         """A decoder for one answer that arrives token by token."""

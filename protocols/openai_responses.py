@@ -9,13 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
-from csps.protocols.errors import (
-    Cancelled,
-    ConnectionLost,
-    DeadlineExceeded,
-    GangLost,
-    RequestError,
-)
+from csps.protocols.errors import DeadlineExceeded, FaultError, RequestError
 
 FinishReason = Literal["stop", "length"]
 
@@ -29,9 +23,12 @@ class TextLogprob:
 
     token: str
     token_bytes: bytes
-    """Of the token alone; `token` may hold replacement characters where it splits a character."""
+    """Of the token alone; `token` may hold escaped bytes where it splits a character."""
     logprob: float
     top: tuple[TextLogprob, ...] = ()
+    offset: int = 0
+    """Characters of the answer before a drawn token. A token that goes on with a character begins
+    where the character does."""
 
     @property
     def finite(self) -> float:
@@ -65,14 +62,9 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float]]
 
     @classmethod
-    def of(cls, entries: Sequence[TextLogprob], *, offset: int = 0) -> Self:
-        """`offset`: characters of the answer before the first entry."""
-        offsets = []
-        for entry in entries:
-            offsets.append(offset)
-            offset += len(entry.token)
+    def of(cls, entries: Sequence[TextLogprob]) -> Self:
         return cls(
-            text_offset=offsets,
+            text_offset=[entry.offset for entry in entries],
             tokens=[entry.token for entry in entries],
             token_logprobs=[entry.finite for entry in entries],
             # As at OpenAI, the drawn token is always among them.
@@ -206,12 +198,10 @@ def _headers(exc: RequestError) -> dict[str, str]:
 
 def _public_face(exc: BaseException) -> tuple[int, str, str]:
     match exc:
-        case GangLost() | ConnectionLost():
-            return 503, "A part of the server is being restarted. Try again.", "unavailable"
         case DeadlineExceeded():
             return 504, "The request took longer than the server allows.", "timeout"
-        case Cancelled():
-            return 499, "The request was cancelled.", "cancelled"
+        case FaultError():  # also a request that is cut off when the server shuts down
+            return 503, "A part of the server is being restarted. Try again.", "unavailable"
         case _:
             return 500, "The server failed to process the request.", "internal_error"
 

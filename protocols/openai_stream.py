@@ -71,7 +71,7 @@ class _Stream(ABC):
         report = "" if csps is None else f', "csps": {json.dumps(csps)}'
         return (
             f'{self._head}{{"index": 0, {self._before_text}{_json_string(text)}{self._after_text}'
-            f', "logprobs": {self._logprobs(text, logprobs)}, "finish_reason": {reason}}}]'
+            f', "logprobs": {self._logprobs(logprobs)}, "finish_reason": {reason}}}]'
             f"{self._usage_so_far(completion_tokens)}{report}}}\n\n"
         ).encode()
 
@@ -95,8 +95,8 @@ class _Stream(ABC):
         )
 
     @abstractmethod
-    def _logprobs(self, text: str, entries: Sequence[TextLogprob]) -> str:
-        """JSON of `entries`; called once per chunk."""
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
+        """JSON of `entries`."""
 
 
 class CompletionStream(_Stream):
@@ -104,14 +104,9 @@ class CompletionStream(_Stream):
 
     _object = "text_completion"
     _before_text, _after_text = '"text": ', ""
-    _offset = 0
 
-    def _logprobs(self, text: str, entries: Sequence[TextLogprob]) -> str:
-        offset = self._offset
-        self._offset += len(text)
-        if not entries:
-            return "null"
-        return CompletionLogprobs.of(entries, offset=offset).model_dump_json()
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
+        return CompletionLogprobs.of(entries).model_dump_json() if entries else "null"
 
 
 class ChatStream(_Stream):
@@ -127,5 +122,5 @@ class ChatStream(_Stream):
             f'"logprobs": null, "finish_reason": null}}]{self._usage_so_far(0)}}}\n\n'
         ).encode()
 
-    def _logprobs(self, text: str, entries: Sequence[TextLogprob]) -> str:
+    def _logprobs(self, entries: Sequence[TextLogprob]) -> str:
         return ChatLogprobs.of(entries).model_dump_json() if entries else "null"

@@ -6,17 +6,17 @@ near GPUs, and every set of ranks that share a server, or a rack, is a run of ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Literal
 
-from csps.protocols.errors import ConfigError
+from csps.protocols.errors import ConfigError, abridged
 
-Notation = Literal["decimal", "binary"]
 Segments = tuple[range, ...]
 """A partition of places 0 .. n-1 into runs of neighbours."""
+_ID = re.compile("-".join([r"(0|[1-9]\d{0,8})"] * 3), re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -28,33 +28,29 @@ class Location:
     gpu: int
 
     @classmethod
-    def parse(cls, text: str, notation: Notation = "decimal") -> Location:
-        """From "0-3-2", or from the paper's binary "0-11-010", which is the same place.
-
-        The notation is not guessed, because "0-11-10" is a place in both.
+    def parse(cls, text: str) -> Location:
+        """From "0-3-2". The paper writes the same place in binary, "0-11-010"; that is refused,
+        not guessed, because "0-11-10" would be a place in both notations.
 
         Raises:
-            ConfigError: not three such numbers.
+            ConfigError: not three decimal numbers.
         """
-        fields = text.split("-")
-        if len(fields) != 3 or not all(_is_number(field, notation) for field in fields):
-            form = "0-3-2" if notation == "decimal" else "0-11-010"
+        match = _ID.fullmatch(text)
+        if match is None:
             raise ConfigError(
-                f"'{text}' is not a Rack-Server-GPU id; allowed are three {notation} numbers "
-                f"like {form}"
+                f"{abridged(text)} is not a Rack-Server-GPU id; allowed are three decimal numbers "
+                "of at most 9 digits, without leading zeros, like 0-3-2"
             )
-        rack, server, gpu = (int(field, 10 if notation == "decimal" else 2) for field in fields)
+        rack, server, gpu = map(int, match.groups())
         return cls(rack, server, gpu)
+
+    @property
+    def server_id(self) -> tuple[int, int]:
+        """Rack and server: what GPUs of one machine share."""
+        return self.rack, self.server
 
     def __str__(self) -> str:
         return f"{self.rack}-{self.server}-{self.gpu}"
-
-
-def _is_number(field: str, notation: Notation) -> bool:
-    if notation == "binary":
-        return bool(field) and set(field) <= {"0", "1"}
-    # A leading zero is taken for the binary form by mistake.
-    return field.isascii() and field.isdigit() and str(int(field)) == field
 
 
 @dataclass(frozen=True)
@@ -76,29 +72,37 @@ class Topology:
                 raise ConfigError(f"topology puts both {other} and {place} at {location}")
 
     @classmethod
-    def of(cls, ids: Sequence[str], notation: Notation = "decimal") -> Topology:
+    def of(cls, ids: Sequence[str]) -> Topology:
         """Place i stands at `ids[i]`."""
-        return cls(tuple(Location.parse(text, notation) for text in ids))
+        return cls(tuple(Location.parse(text) for text in ids))
 
     @classmethod
-    def of_ranks(
-        cls, entries: Iterable[tuple[int, str]], *, ranks: int, notation: Notation = "decimal"
-    ) -> Topology:
-        """From (rank, id) pairs that name each of 0 .. ranks-1 once, in any order.
+    def of_gang(cls, ids: Sequence[str], *, ranks: int, tp: int) -> Topology:
+        """Rank i of a gang stands at `ids[i]`; `tp` ranks in a row are an instance.
 
         Raises:
-            ConfigError: a rank is missing, unknown or named twice, or two share a location.
+            ConfigError: other than one location for each rank, or an instance on two servers.
         """
-        ids: dict[int, str] = {}
-        for rank, text in entries:
-            if rank in ids:
-                raise ConfigError(f"topology names rank {rank} twice: {ids[rank]} and {text}")
-            if not 0 <= rank < ranks:
-                raise ConfigError(f"topology names rank {rank}; allowed are 0 to {ranks - 1}")
-            ids[rank] = text
-        if missing := [rank for rank in range(ranks) if rank not in ids]:
-            raise ConfigError(f"topology misses rank {missing[0]} of 0 to {ranks - 1}")
-        return cls.of([ids[rank] for rank in range(ranks)], notation)
+        if len(ids) != ranks:
+            raise ConfigError(
+                f"{len(ids)} locations for a gang of {ranks} ranks; allowed is one "
+                "Rack-Server-GPU id per rank, in rank order"
+            )
+        topology = cls.of(ids)
+        for first in range(0, ranks, tp):
+            topology._require_one_server(range(first, min(first + tp, ranks)))
+        return topology
+
+    def _require_one_server(self, instance: range) -> None:
+        """Levels, hierarchical collectives and costs take an instance for one place."""
+        first = self.locations[instance.start]
+        for rank in instance:
+            if (it := self.locations[rank]).server_id != first.server_id:
+                raise ConfigError(
+                    f"ranks {instance.start} to {instance.stop - 1} are one instance, but rank "
+                    f"{instance.start} is at {first} and rank {rank} at {it}; allowed is one "
+                    "server for all ranks of an instance"
+                )
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -121,7 +125,7 @@ class Topology:
     @property
     def servers(self) -> Segments:
         """Runs of places that share a server; needs ascending order."""
-        return self._runs(lambda location: (location.rack, location.server))
+        return self._runs(lambda location: location.server_id)
 
     @property
     def racks(self) -> Segments:

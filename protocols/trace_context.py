@@ -18,6 +18,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 # of a wire must agree.
 _PROPAGATOR = TraceContextTextMapPropagator()
 
+STATE_KEY, TIMELINE = "csps", "timeline"
+"""Our entry in `tracestate`. Where a trace begins it is decided whether it also tells the timeline
+of every rank; a client that sends `csps=timeline` with a sampled `traceparent` has decided so."""
+
 TraceSpan = trace.Span
 NO_SPAN: TraceSpan = trace.INVALID_SPAN
 """Takes all calls and records nothing."""
@@ -40,6 +44,11 @@ def extract(carrier: Mapping[str, object]) -> Context:
         if isinstance(value := carrier.get(name), str)
     }
     return _PROPAGATOR.extract(fields, context=Context())
+
+
+def wants_timeline(context: trace.SpanContext) -> bool:
+    """Whether the trace of a span tells what each rank did when."""
+    return context.trace_flags.sampled and context.trace_state.get(STATE_KEY) == TIMELINE
 
 
 @contextmanager

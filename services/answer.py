@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csps.models.tokenizer import Detokenizer, Tokenizer
 from csps.protocols.errors import Cancelled
@@ -32,6 +32,8 @@ class Answer:
         self._detokenizer: Detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special)
         self._stop = StopStrings(stop)
         self._min_tokens = min_tokens
+        self._characters = 0
+        """Of the answer so far, those that may turn out to be a stop string included."""
         self.tokens = 0
         """Tokens drawn so far, a final end-of-sequence token included."""
 
@@ -44,8 +46,9 @@ class Answer:
         if token.finish_reason == "cancelled":
             raise Cancelled("the request was cancelled by the server")
         self.tokens += 1
+        offset = self._characters
         text, reason = self._shown(token)
-        return Piece(text, reason, self._logprob(token))
+        return Piece(text, reason, self._logprob(token, offset))
 
     @property
     def stopped(self) -> bool:
@@ -57,6 +60,7 @@ class Answer:
         text = "" if token.finish_reason == "stop" else self._detokenizer.push(token.token)
         if token.finish_reason is not None:
             text += self._detokenizer.flush()
+        self._characters += len(text)
         # Before `min_tokens` no stop string counts, as the client asked.
         if self.tokens > self._min_tokens:
             text = self._stop.push(text)
@@ -66,14 +70,16 @@ class Answer:
             text += self._stop.flush()
         return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
 
-    def _logprob(self, token: TokenDrawn) -> TextLogprob | None:
+    def _logprob(self, token: TokenDrawn, offset: int) -> TextLogprob | None:
         if token.logprob is None:
             return None
         top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
-        return self._text_logprob(token.token, token.logprob, tuple(top))
+        drawn = self._text_logprob(token.token, token.logprob)
+        return replace(drawn, offset=offset, top=tuple(top))
 
-    def _text_logprob(
-        self, token: int, logprob: float, top: tuple[TextLogprob, ...] = ()
-    ) -> TextLogprob:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
-        return TextLogprob(token=text, token_bytes=text.encode(), logprob=logprob, top=top)
+    def _text_logprob(self, token: int, logprob: float) -> TextLogprob:
+        token_bytes = self._tokenizer.token_bytes(token)
+        # As OpenAI has it, a token that is no text reads `\xf0\x9f`. U+FFFD would make all such
+        # tokens the same, and of alternatives with the same text a completion shows only one.
+        text = token_bytes.decode(errors="backslashreplace")
+        return TextLogprob(token=text, token_bytes=token_bytes, logprob=logprob)

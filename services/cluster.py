@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,7 +90,7 @@ class Cluster:
         self.bridge: Bridge | None = None
         """The current pairing; None while the cluster is not ready."""
         self.trouble = "not started"
-        """Why the cluster is not ready, for health checks and error messages."""
+        """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
 
     def listen(self, listener: ClusterListener) -> None:
@@ -100,6 +101,15 @@ class Cluster:
     def gang(self, role: GangRole) -> AttachedGang | None:
         """The attached gang of `role`, bridged or not."""
         return self._gangs.get(role)
+
+    @property
+    def phase(self) -> str:
+        """What the cluster waits for, in words that tell a client nothing of its inside; empty
+        when it is ready."""
+        if self.bridge is not None:
+            return ""
+        missing = [role for role in _ROLES if role not in self._gangs]
+        return _waiting_for(missing) if missing else "connecting the gangs"
 
     async def start(self) -> None:
         """Begin; `wait_ready` tells when both gangs are bridged."""
@@ -232,8 +242,7 @@ class Cluster:
             return
         prefill, decode = self._gangs.get("prefill"), self._gangs.get("decode")
         if prefill is None or decode is None:
-            missing = [role for role in _ROLES if role not in self._gangs]
-            self.trouble = f"waiting for a {' and a '.join(missing)} gang"
+            self.trouble = self.phase
             return
         _check_agree(prefill, decode)
         self._bridges += 1
@@ -255,6 +264,10 @@ class Cluster:
         _log.info("ready: epoch %s", bridge.epoch)
         if self._listener is not None:
             self._listener.bridged(bridge)
+
+
+def _waiting_for(roles: Sequence[GangRole]) -> str:
+    return f"waiting for a {' and a '.join(roles)} gang"
 
 
 def _check_agree(prefill: AttachedGang, decode: AttachedGang) -> None:

@@ -8,7 +8,8 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from starlette.applications import Starlette
@@ -24,10 +25,12 @@ from csps.services.credentials import ApiKeys
 from csps.services.exchange import Exchange
 from csps.services.http_body import read_body, while_connected
 from csps.services.http_errors import error_response, on_http_error
-from csps.services.intake import Accepted, Intake, Slo, read_slo
+from csps.services.intake import Accepted, Arrival, Intake, Slo, read_slo
 from csps.services.metrics import Metrics
+from csps.services.reading_lanes import ReadingLanes
 from csps.services.request_trace import RequestTrace
 from csps.services.running import Generation, Running
+from csps.services.scheduling.capacity import Capacity
 from csps.services.streaming import EventStream
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -42,8 +45,17 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Engine(Protocol):
     """What the API needs of whoever runs requests: `services.dispatch.Dispatcher`."""
 
+    def check_room(self) -> None:
+        """Raise `QueueFull` if any request would be refused now."""
+        ...
+
     def submit(self, generation: Generation) -> Running:
         """Admit a request, or raise why not."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """Of the gangs; None before they are known."""
         ...
 
     @property
@@ -53,14 +65,14 @@ class Engine(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why not `ready`."""
+        """Why not `ready`, in words that clients may read."""
         ...
 
 
 class Read(Protocol):
     """`Intake.completion` or `Intake.chat`."""
 
-    def __call__(self, body: bytes, *, request_id: str, slo: Slo) -> Accepted: ...
+    def __call__(self, body: bytes, arrival: Arrival) -> Accepted: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +84,7 @@ class Api:
     keys: ApiKeys
     metrics: Metrics
     max_body_bytes: int
+    lanes: ReadingLanes = field(default_factory=ReadingLanes)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
         """The ASGI application."""
@@ -122,6 +135,7 @@ class Api:
         self.keys.check(request.headers.get("authorization"))
         request_id = request_id_of(request)
         slo = read_slo(request.headers)
+        self.engine.check_room()
         body = await read_body(request, self.max_body_bytes)
         trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
         try:
@@ -138,17 +152,18 @@ class Api:
     async def _submit(
         self, read: Read, body: bytes, request_id: str, slo: Slo, trace: RequestTrace
     ) -> tuple[Exchange, bool]:
-        # Parsing and tokenizing a long prompt takes a while, and would stop everybody's tokens.
-        accepted = await asyncio.to_thread(read, body, request_id=request_id, slo=slo)
+        arrival = Arrival(request_id=request_id, slo=slo, capacity=self.engine.capacity)
+        accepted = await self.lanes.run(body, partial(read, arrival=arrival))
         trace.accepted(accepted.generation, self.intake.model)
         running = self.engine.submit(accepted.generation)
         exchange = Exchange(accepted, running, tokenizer=self.intake.tokenizer, trace=trace)
         return exchange, accepted.request.stream
 
     def _card(self) -> ModelCard:
-        return ModelCard(
-            id=self.intake.model, created=_STARTED, max_model_len=self.intake.max_positions
-        )
+        longest, capacity = self.intake.max_positions, self.engine.capacity
+        if capacity is not None:
+            longest = min(longest, capacity.promised)
+        return ModelCard(id=self.intake.model, created=_STARTED, max_model_len=longest)
 
 
 _STARTED = int(time.time())

@@ -10,17 +10,30 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
-from csps.services.http_errors import PayloadTooLarge
+from csps.services.http_errors import BodyTooSlow, PayloadTooLarge
 
 T = TypeVar("T")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+BODY_DEADLINE_S = 60.0
+"""For a body to come. Of the largest that is a megabyte in two seconds."""
+
+
+async def read_body(request: Request, limit: int, *, deadline_s: float = BODY_DEADLINE_S) -> bytes:
     """The whole body.
 
     Raises:
         PayloadTooLarge: it is longer than `limit` bytes; the rest is not read.
+        BodyTooSlow: it did not come in time.
     """
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise BodyTooSlow(f"The request body did not arrive within {deadline_s:g} s.") from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)

@@ -23,6 +23,13 @@ class PayloadTooLarge(RequestError):
     code = "payload_too_large"
 
 
+class BodyTooSlow(RequestError):
+    """The request body did not come within its deadline."""
+
+    status: ClassVar[int] = 408
+    code = "request_timeout"
+
+
 class NoSuchRoute(RequestError):
     """Nothing is served under this path."""
 
@@ -42,6 +49,8 @@ def error_response(error: Exception) -> JSONResponse:
     status, body, headers = error_body(public(error))
     if status == 500:
         logger.error("a request failed unexpectedly", exc_info=error)
+    elif status > 500:
+        logger.warning("a request failed: %s: %s", type(error).__name__, error)
     return JSONResponse(body, status, headers=headers)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from csps.models.chat_template import ChatTemplate, read_chat_template
 from csps.models.spec import ModelSpec, read_spec
@@ -29,7 +31,10 @@ from csps.protocols.openai import (
 )
 from csps.protocols.plans import CsaOptions, Objective
 from csps.services.running import Generation
+from csps.services.scheduling.capacity import Capacity
 from csps.services.settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,16 @@ class Slo:
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What is known of a request beside its body."""
+
+    request_id: str
+    slo: Slo = Slo()
+    capacity: Capacity | None = None
+    """Of the gangs, once they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +77,11 @@ class Intake:
         self._template: ChatTemplate | None = read_chat_template(model_dir)
         spec: ModelSpec = read_spec(model_dir)
         self._vocab = spec.vocab
+        self._warn_of_tokens_without_embedding()
         self.max_positions = min(spec.max_positions, settings.max_positions or spec.max_positions)
         self._default_max_tokens = settings.default_max_tokens
 
-    def completion(self, body: bytes, *, request_id: str, slo: Slo) -> Accepted:
+    def completion(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/completions`.
 
         Raises:
@@ -74,9 +90,9 @@ class Intake:
         request = parse_request(CompletionRequest, body)
         self._check_model(request.model)
         prompt = self._prompt_tokens(request.prompt)
-        return self._accept(request, prompt, request.alternatives, request_id=request_id, slo=slo)
+        return self._accept(request, prompt, request.alternatives, arrival)
 
-    def chat(self, body: bytes, *, request_id: str, slo: Slo) -> Accepted:
+    def chat(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/chat/completions`.
 
         Raises:
@@ -85,30 +101,29 @@ class Intake:
         request = parse_request(ChatCompletionRequest, body)
         self._check_model(request.model)
         prompt = self.tokenizer.encode(self._rendered(request), add_special_tokens=False)
-        alternatives = request.alternatives
-        return self._accept(request, prompt, alternatives, request_id=request_id, slo=slo)
+        return self._accept(request, prompt, request.alternatives, arrival)
 
     def _accept(
         self,
         request: GenerationRequest,
         prompt: list[int],
         alternatives: int | None,
-        *,
-        request_id: str,
-        slo: Slo,
+        arrival: Arrival,
     ) -> Accepted:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        max_tokens = self._max_tokens(request, len(prompt))
+        ids = np.asarray(prompt, np.int32)
+        self._check_prompt(ids)
+        max_tokens = self._max_tokens(request, len(prompt), arrival.capacity)
         generation = Generation(
-            request_id=request_id,
-            prompt=np.asarray(prompt, np.int32),
+            request_id=arrival.request_id,
+            prompt=ids,
             sampling=self._sampling(request, max_tokens, alternatives),
             objective=objective(request.csps),
             attention=request.csps.attention,
             csa=csa_options(request.csps),
-            slo_ttft_ms=slo.ttft_ms,
-            slo_tpot_ms=slo.tpot_ms,
+            slo_ttft_ms=arrival.slo.ttft_ms,
+            slo_tpot_ms=arrival.slo.tpot_ms,
         )
         return Accepted(request=request, generation=generation)
 
@@ -117,11 +132,20 @@ class Intake:
             raise ModelNotFound(model=model, served=self.model)
 
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if max(prompt) >= self._vocab:
-            raise self._no_such_token(max(prompt), "prompt")
-        return prompt
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _check_prompt(self, ids: NDArray[np.int32]) -> None:
+        # Text as well: tokenizers may know more tokens than the model, "<pad>" for instance, and
+        # an id without an embedding would break the ranks, not only the request.
+        if (highest := int(ids.max())) >= self._vocab:
+            raise self._no_such_token(highest, "prompt")
+
+    def _warn_of_tokens_without_embedding(self) -> None:
+        if (highest := self.tokenizer.highest_id) >= self._vocab:
+            _log.warning(
+                "the tokenizer has token ids up to %d, the model embeds %d tokens: "
+                "prompts that contain the others are refused", highest, self._vocab,
+            )  # fmt: skip
 
     def _rendered(self, request: ChatCompletionRequest) -> str:
         if self._template is None:
@@ -134,15 +158,24 @@ class Intake:
             raise InvalidRequest("the messages make an empty prompt", param="messages")
         return text
 
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+    def _max_tokens(
+        self, request: GenerationRequest, prompt_tokens: int, capacity: Capacity | None
+    ) -> int:
         """How many tokens the answer may have: as asked for, or as many as fit."""
         room = self.max_positions - prompt_tokens
         wanted = request.output_limit
         if wanted is None:
-            wanted = max(1, min(self._default_max_tokens, room))
+            longest = room if capacity is None else capacity.longest_answer(prompt_tokens)
+            wanted = max(1, min(self._default_max_tokens, room, longest))
         if wanted > room:
             raise ContextLengthExceeded(
                 prompt_tokens=prompt_tokens, output_tokens=wanted, limit=self.max_positions
+            )
+        if request.min_tokens > wanted:
+            raise InvalidRequest(
+                f"min_tokens: must not exceed the answer's limit of {wanted} tokens; "
+                "set max_tokens",
+                param="min_tokens",
             )
         return wanted
 
@@ -194,7 +227,7 @@ def csa_options(options: CspsOptions) -> CsaOptions:
     variant = {field.name: getattr(options, field.name) for field in fields(CsaVariant)}
     return CsaOptions(
         levels=options.levels,
-        drop_ratio=options.drop_ratio,
+        drop_ratios=options.drop_ratio,
         micro_partitions=options.micro_partitions,
         strategy=options.strategy,
         variant=CsaVariant(**{name: it for name, it in variant.items() if it is not None}),

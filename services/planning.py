@@ -44,9 +44,10 @@ async def plan_or_exact(planner: Planner, request: PlanRequest, *, deadline_s: f
     except TimeoutError:
         return _exact(f"the configurator did not answer within {deadline_s:g} s")
     except Exception as exc:  # it may run elsewhere and fail in any way
-        return _exact(f"the configurator failed: {type(exc).__name__}: {exc}")
+        return _exact("the configurator failed", exc)
 
 
-def _exact(reason: str) -> Plan:
-    _log.warning("planning exact attention because %s", reason)
+def _exact(reason: str, error: Exception | None = None) -> Plan:
+    """Clients read the reason (`explain`); the error, which may name addresses, goes to the log."""
+    _log.warning("planning exact attention because %s", reason, exc_info=error)
     return Plan(attention="exact", reason=reason)

@@ -15,11 +15,13 @@ from csps.services.admission import QueueLimits
 from csps.services.cluster import Cluster
 from csps.services.configurator import Configurator, ConfiguratorClient
 from csps.services.credentials import ApiKeys, ClusterSecret
-from csps.services.dispatch import Dispatcher
+from csps.services.dispatch import DispatchDeadlines, Dispatcher
+from csps.services.execution import ExecutionDeadlines
 from csps.services.gangs import GangRank
 from csps.services.http_app import Api
 from csps.services.intake import Intake
 from csps.services.metrics import Metrics
+from csps.services.reading_lanes import ReadingLanes
 from csps.services.registry import Registry, RegistryDirectory
 from csps.services.scheduling.decode_placement import DecodeRules
 from csps.services.scheduling.policy import Policy
@@ -43,6 +45,7 @@ class Router:
         self._flush_spans = telemetry.install("csps-router", settings.telemetry)
         self._configurator = ConfiguratorClient(configurator, secret)
         self._metrics = Metrics(settings.model_name)
+        self._lanes = ReadingLanes()
         self._dispatcher = Dispatcher(
             cluster=Cluster(
                 RegistryDirectory(registry), secret=secret.value, router_id=secrets.token_hex(8)
@@ -51,6 +54,7 @@ class Router:
             planner=self._configurator.plan,
             limits=QueueLimits(**settings.queue.model_dump()),
             observer=self._metrics,
+            deadlines=make_deadlines(settings),
         )
         self._metrics.watch(self._dispatcher)
 
@@ -62,6 +66,7 @@ class Router:
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
+            lanes=self._lanes,
         )
         return api.app(self._lifespan)
 
@@ -79,7 +84,15 @@ class Router:
             ahead.cancel()
             await self._dispatcher.close(self._settings.drain_s)
             await self._configurator.close()
+            self._lanes.close()
             self._flush_spans()
+
+
+def make_deadlines(settings: Settings) -> DispatchDeadlines:
+    """The dispatcher's deadlines, of which the operator may have set some."""
+    return DispatchDeadlines(
+        execution=ExecutionDeadlines(prefill_progress_s=settings.prefill.progress_deadline_s)
+    )
 
 
 def make_policy(settings: Settings) -> Policy:

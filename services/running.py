@@ -154,6 +154,8 @@ class Running:
         """OpenTelemetry context of the submitter: the request's span."""
         self.carrier = trace_context.inject()
         """The same, as it travels."""
+        self.lone_losses = 0
+        """Prefill gangs that died while they computed this request and no other."""
         self._on_cancel = on_cancel
         self._tokens: deque[TokenDrawn] = deque()
         self._waiter: asyncio.Future[None] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.messages import TokenDrawn, TokenLogprob
 from csps.services.running import Generation, Running
+from csps.services.scheduling.capacity import Capacity
 
 
 class FakeEngine:
@@ -29,6 +30,10 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         """No token before it is set."""
         self.trouble = ""
+        self.capacity: Capacity | None = None
+
+    def check_room(self) -> None:
+        """There is always room, unless `submit` says otherwise."""
 
     def submit(self, generation: Generation) -> Running:
         if self.refusal is not None:

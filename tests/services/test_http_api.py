@@ -168,6 +168,32 @@ async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine, stream: b
     assert logprobs[0]["top_logprobs"][0] == {"T": -0.5, "U": -1.5}
 
 
+async def test_bytes_of_tokens_joined_are_the_answer(client: httpx.AsyncClient) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Say it."}],
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    choice = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]
+    *entries, end = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == ANSWER.encode()
+    assert end["token"] == "</s>"
+    for entry in choice["logprobs"]["content"]:
+        assert len({top["token"] for top in entry["top_logprobs"]}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_are_places_in_the_answer(
+    client: httpx.AsyncClient, stream: bool
+) -> None:
+    response = await client.post("/v1/completions", json=completion(logprobs=0, stream=stream))
+    bodies = events(response.text) if stream else [response.json()]
+    offsets = [it for body in bodies for it in body["choices"][0]["logprobs"]["text_offset"]]
+    starts = [place for place, it in enumerate(ANSWER) for _ in it.encode()]
+    assert offsets == [*starts, len(ANSWER)]
+
+
 async def test_explain_reports_plan_and_timings(client: httpx.AsyncClient) -> None:
     wanted = {"explain": True, "attention": "exact"}
     whole = (await client.post("/v1/completions", json=completion(csps=wanted))).json()
@@ -202,7 +228,7 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     wanted = {
-        "attention": "csa", "levels": 3, "drop_ratio": 0.5, "micro_partitions": 4,
+        "attention": "csa", "levels": 3, "drop_ratio": [0, 0.5], "micro_partitions": [1, 1, 2],
         "strategy": "tp", "importance_window": 0, "drop_queries": False,
     }  # fmt: skip
     await client.post("/v1/completions", json=completion(csps=wanted))
@@ -210,8 +236,8 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     assert generation.attention == "csa"
     assert generation.csa == CsaOptions(
         levels=3,
-        drop_ratio=0.5,
-        micro_partitions=4,
+        drop_ratios=(0.0, 0.5),
+        micro_partitions=(1, 1, 2),
         strategy="tp",
         variant=CsaVariant(importance_window=0, drop_queries=False),
     )
@@ -263,6 +289,24 @@ BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
         400, "csps.levels",
     ),
     "two prompts": (b'{"model": "tiny", "prompt": ["x", "y"]}', 400, "prompt"),
+    "max_tokens of 4300 digits": (
+        b'{"model": "tiny", "prompt": "x", "max_tokens": %s}' % (b"9" * 4300), 400, "max_tokens",
+    ),
+    "more digits than JSON may have": (
+        b'{"model": "tiny", "prompt": "x", "max_tokens": %s}' % (b"9" * 4301), 400, None,
+    ),
+    "huge top_k": (b'{"model": "tiny", "prompt": "x", "top_k": 1%s}' % (b"0" * 30), 400, "top_k"),
+    "huge min_tokens": (
+        b'{"model": "tiny", "prompt": "x", "min_tokens": 1%s}' % (b"0" * 30), 400, "min_tokens",
+    ),
+    "tiny repetition_penalty": (
+        b'{"model": "tiny", "prompt": "x", "repetition_penalty": 1e-300}',
+        400, "repetition_penalty",
+    ),
+    "huge repetition_penalty": (
+        b'{"model": "tiny", "prompt": "x", "repetition_penalty": 1e300}',
+        400, "repetition_penalty",
+    ),
 }  # fmt: skip
 
 
@@ -284,6 +328,23 @@ def assert_openai_error(response: httpx.Response) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
     assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize("min_tokens", [257, 2**31 - 1])
+async def test_a_least_answer_beyond_the_default_length_is_refused(
+    client: httpx.AsyncClient, min_tokens: int
+) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "min_tokens": min_tokens,
+    }
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "min_tokens"
+    body["max_tokens"] = 257
+    if min_tokens == 257:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
 async def test_too_long_names_both_numbers(client: httpx.AsyncClient, intake: Intake) -> None:

@@ -1,0 +1,224 @@
+"""The HTTP API over the real dispatcher: what clients learn of gangs, queues and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_gangs import FakeCell, FakeGang, fake_cell, until
+from live_server import serving
+
+from csps.protocols.errors import QueueFull
+from csps.protocols.plans import Plan, PlanRequest
+from csps.services import reading_lanes
+from csps.services.admission import QueueLimits
+from csps.services.credentials import ApiKeys
+from csps.services.http_app import Api
+from csps.services.http_body import read_body
+from csps.services.intake import Accepted, Arrival, Intake
+from csps.services.metrics import Metrics
+from csps.services.reading_lanes import LARGE_AT_ONCE, LARGE_BODY_BYTES, ReadingLanes
+from csps.services.settings import Settings
+
+DEADLINE_S = 20
+ONE_AT_A_TIME = QueueLimits(max_waiting=1)
+
+
+@pytest.fixture(scope="module")
+def intake(tiny_llama: Path) -> Intake:
+    return Intake(Settings(model=str(tiny_llama), served_model_name="tiny"))
+
+
+@dataclass
+class Server:
+    cell: FakeCell
+    client: httpx.AsyncClient
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 2, **fields}
+        return await self.client.post("/v1/completions", json=body)
+
+    async def half_a_request(self) -> bytes:
+        """Announces a body of 1000 bytes, sends 10 and reads the answer, which must come then."""
+        url = self.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        try:
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+            )
+            writer.write(b"0123456789")
+            async with asyncio.timeout(DEADLINE_S):
+                return await reader.readuntil(b"\r\n\r\n")
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def served(intake: Intake, **options: Any) -> AsyncIterator[Server]:
+    async with fake_cell(**options) as cell:
+        api = Api(
+            intake=intake,
+            engine=cell.dispatcher,
+            keys=ApiKeys([]),
+            metrics=Metrics("tiny"),
+            max_body_bytes=4_000_000,
+        )
+        async with (
+            serving(api.app()) as url,
+            httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+        ):
+            yield Server(cell, client)
+
+
+def check_error(response: httpx.Response, status: int, code: str) -> None:
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+# --- nothing of our inside -------------------------------------------------------------------
+
+
+async def test_health_names_no_address(intake: Intake) -> None:
+    async with served(intake) as server:
+        await server.cell.prefill.kill(0)
+        await until(lambda: "cannot connect to 127.0.0.1" in server.cell.cluster.trouble)
+        response = await server.client.get("/health")
+        assert response.status_code == 503
+        assert response.json()["reason"] == "waiting for a prefill gang"
+
+
+async def test_explain_names_no_address_of_the_configurator(intake: Intake) -> None:
+    async def fails(request: PlanRequest) -> Plan:
+        raise ConnectionError("cannot connect to 10.0.0.3:41235")
+
+    async with served(intake, planner=fails) as server:
+        server.cell.runs_by_itself()
+        response = await server.complete(csps={"explain": True})
+        assert response.json()["csps"]["plan"]["reason"] == "the configurator failed"
+        assert "10.0.0.3" not in response.text
+
+
+# --- faults that are worth another try -------------------------------------------------------
+
+
+async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: Intake) -> None:
+    async with served(intake) as server:
+        request = asyncio.ensure_future(server.complete())
+        await until(lambda: server.cell.prefill.leader.jobs)
+        await server.cell.dispatcher.close(0.0)
+        check_error(await request, 503, "unavailable")
+
+
+@pytest.mark.parametrize("code", ["TransferError", "ProtocolError", "KeyError"])
+async def test_a_fault_of_the_ranks_may_be_tried_again(intake: Intake, code: str) -> None:
+    async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
+        request = asyncio.ensure_future(server.complete())
+        await until(lambda: server.cell.prefill.leader.jobs)
+        server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].pieces[0].rid, code)
+        check_error(await request, 503, "unavailable")
+
+
+# --- how much a request may have -------------------------------------------------------------
+
+
+async def test_the_model_card_promises_what_the_gangs_can_hold(intake: Intake) -> None:
+    prefill = FakeGang("prefill", "p1", kv_slots=2000)
+    async with served(intake, prefill=prefill) as server:
+        server.cell.runs_by_itself()
+        card = (await server.client.get("/v1/models/tiny")).json()
+        promised = card["max_model_len"]
+        assert promised == 4000 < intake.max_positions
+        fits = await server.complete(prompt=[1] * (promised - 2), max_tokens=2)
+        assert fits.status_code == 200
+        too_long = await server.complete(prompt=[1] * (promised + 1), max_tokens=2)
+        check_error(too_long, 400, "context_length_exceeded")
+
+
+async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(intake: Intake) -> None:
+    decode = FakeGang("decode", "d1", kv_slots=100)
+    async with served(intake, decode=decode) as server:
+        server.cell.runs_by_itself()
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+        response = await server.client.post("/v1/chat/completions", json=body)
+        assert response.json()["usage"]["completion_tokens"] == 100
+
+
+# --- before admission ------------------------------------------------------------------------
+
+
+async def test_a_full_queue_reads_no_body(intake: Intake) -> None:
+    async with served(intake, limits=ONE_AT_A_TIME, planner=never) as server:
+        waiting = server.cell.submit()
+        head = await server.half_a_request()
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after" in head
+        waiting.cancel()
+
+
+async def never(request: PlanRequest) -> Plan:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_body_has_a_deadline(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_body, "__kwdefaults__", {"deadline_s": 0.01})
+    async with served(intake) as server:
+        assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
+
+
+class GatedIntake(Intake):
+    """Takes as long over large bodies as a test likes."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.gate = threading.Event()
+        self.large = threading.Semaphore(0)
+        """Counts those that have begun."""
+
+    def completion(self, body: bytes, arrival: Arrival) -> Accepted:
+        if len(body) > LARGE_BODY_BYTES:
+            self.large.release()
+            assert self.gate.wait(DEADLINE_S)
+        return super().completion(body, arrival)
+
+
+async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> None:
+    intake = GatedIntake(Settings(model=str(tiny_llama), served_model_name="tiny"))
+    async with served(intake) as server:
+        server.cell.runs_by_itself()
+        prompt = "x" * LARGE_BODY_BYTES
+        large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
+        try:
+            for _ in range(LARGE_AT_ONCE):
+                assert await asyncio.to_thread(intake.large.acquire, timeout=DEADLINE_S)
+            assert (await server.complete()).status_code == 200
+            assert not intake.large.acquire(blocking=False), "more at once than there are lanes"
+        finally:
+            intake.gate.set()
+            answers = await asyncio.gather(*large)
+        assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
+
+
+async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = LARGE_BODY_BYTES + 1
+    monkeypatch.setattr(reading_lanes, "MAX_LARGE_BYTES", 3 * size)
+    lanes, gate = ReadingLanes(), threading.Event()
+    waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
+    try:
+        held = [asyncio.ensure_future(lanes.run(bytes(size), waits)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await lanes.run(bytes(size), waits)
+        gate.set()
+        assert await asyncio.gather(*held) == [True] * 3
+        assert await lanes.run(bytes(size), len) == size
+    finally:
+        gate.set()
+        lanes.close()
