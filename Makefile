@@ -35,7 +35,8 @@ format: $(DEV) ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## remove the environment and what a server has left behind
+clean: ## stop the server, remove the environment and what the server has left behind
+	@if [ -e run/ray.json ]; then $(MAKE) --no-print-directory stop; fi
 	rm -rf .venv run build dist
 
 $(BIN)/python:

@@ -52,3 +52,19 @@ def load_network(
             lambda place: checkpoint.read(place, dtype, device)
         )
     return Network.of(spec, share, parameters, all_reduce if tp_size > 1 else None)
+
+
+def count_parameters(model_dir: Path, *, tp_size: int = 1) -> int:
+    """Parameters that the first of `tp_size` ranks would load; no weight is read.
+
+    Every tensor is looked up in the headers of the weight files, so whatever `load_network` would
+    find wrong with the checkpoint is found here, in the time that it takes to open the files.
+
+    Raises:
+        CheckpointError: as `load_network`.
+        ValueError: the model cannot be cut into `tp_size` shares.
+    """
+    spec = read_spec(model_dir)
+    places = _PLACES[spec.family](spec, share_of(spec, 0, tp_size))
+    with open_checkpoint(model_dir) as checkpoint:
+        return sum(map(checkpoint.count, places))

@@ -4,7 +4,7 @@ A family (`families/`) fills it with `Place`s, the loader turns each into a tens
 network computes with the result. None of the three has a list of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +54,11 @@ class LayerParameters(Generic[T]):
         }
         return LayerParameters(**converted)
 
+    def __iter__(self) -> Iterator[T]:
+        """The entries that there are."""
+        entries: list[T | None] = [getattr(self, f.name) for f in fields(self)]
+        return (entry for entry in entries if entry is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameters(Generic[T]):
@@ -73,6 +78,15 @@ class ModelParameters(Generic[T]):
             norm=convert(self.norm),
             head=None if self.head is None else convert(self.head),
         )
+
+    def __iter__(self) -> Iterator[T]:
+        """All entries; a head that is the embedding counts once."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from layer
+        yield self.norm
+        if self.head is not None:
+            yield self.head
 
 
 def whole(tensor: str, *shape: int) -> Place:

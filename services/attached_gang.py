@@ -11,6 +11,7 @@ from csps.protocols.errors import ConfigError, ConnectionLost
 from csps.protocols.messages import Attach, RankDescription
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.schema import pack, unpack
+from csps.protocols.topology import Topology
 from csps.services.directory import GangMembers, GangRole, RankAddress
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class AttachedGang:
         FaultError
             A rank cannot be reached in time, or refuses.
         ConfigError
-            The ranks do not describe one gang.
+            The ranks do not describe one gang, or do not stand where its ranks may.
         """
         try:
             await together(
@@ -95,6 +96,15 @@ class AttachedGang:
                 raise ConfigError(f"rank {rank} is a {it.role} rank, not {self.role}")
         if self.world_size % first.tp:
             raise ConfigError(f"{self.world_size} ranks are no multiple of tp={first.tp}")
+        self._check_locations()
+
+    def _check_locations(self) -> None:
+        """Whoever plans or schedules trusts them from here on."""
+        ids = [description.location for description in self.descriptions]
+        try:
+            Topology.of_gang(ids, ranks=self.world_size, tp=self.tp)
+        except ConfigError as error:
+            raise ConfigError(f"{self.role} gang {self.gang_id}: {error}") from None
 
     def hang_up(self, reason: str) -> None:
         """Close all connections. Idempotent."""
@@ -138,7 +148,7 @@ class AttachedGang:
 
     @property
     def locations(self) -> tuple[str, ...]:
-        """Rack-Server-GPU ids of the instances' first ranks."""
+        """Rack-Server-GPU ids of the instances: of their first ranks, whose server all share."""
         return tuple(description.location for description in self.descriptions[:: self.tp])
 
     # --- talking ---

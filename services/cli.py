@@ -28,12 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    # Imported by need: checking a file should not take the seconds that torch takes to import.
+    # Imported by need: `--help` should not take the seconds that Ray and torch take to import.
     match arguments.command:
         case "serve":
-            from csps.services.serve_command import serve
+            from csps.services.serve_command import READY_DEADLINE_S, serve
 
-            serve(arguments.config, port=arguments.port, with_demo=not arguments.no_demo)
+            serve(
+                arguments.config,
+                port=arguments.port,
+                with_demo=not arguments.no_demo,
+                ready_deadline_s=arguments.ready_timeout or READY_DEADLINE_S,
+            )
         case "stop":
             from csps.services.serve_command import stop
 
@@ -48,7 +53,7 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
             check_config(arguments.config)
         case "eval":
-            from csps.services.evaluate import main as evaluate
+            from csps.services.eval_command import main as evaluate
 
             return evaluate(rest)
     return 0
@@ -59,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="start a server on this machine and ask it something")
     serve.add_argument("--no-demo", action="store_true", help="do not send a first request")
+    serve.add_argument(
+        "--ready-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help="how long to wait until the server takes requests (default: 300)",
+    )
     commands.add_parser("stop", help="drain and stop the server that was started from here")
     demo = commands.add_parser("demo", help="send a 16K-token question to the running server")
     check = commands.add_parser("check-config", help="check a configuration file")
@@ -68,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     for command in (serve, demo):
         command.add_argument("--port", type=int, help="HTTP port, instead of the file's")
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError("expected a positive number of seconds")
+    return seconds
 
 
 if __name__ == "__main__":

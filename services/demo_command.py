@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 
-from csps.models.needle_prompts import NeedleConfig, NeedlePrompt, generate, is_correct
+from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
+from csps.models.needle_prompts.questions import is_correct
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.errors import FaultError
 from csps.services.deploy_config import DeployConfig
@@ -81,7 +82,8 @@ def ask(config: DeployConfig, prompt: str) -> Streamed:
     }
     streamed = Streamed()
     url = f"{config.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+    # Not through a proxy of the environment, which may know no way back to this machine.
+    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S, trust_env=False) as response:
         if not response.is_success:
             response.read()
             raise FaultError(f"the server answered {response.status_code}: {response.text}")

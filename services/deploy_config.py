@@ -13,10 +13,13 @@ from typing import Any
 import yaml
 
 from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.services.gangs import check_gpus
 from csps.services.settings import Settings
 
 IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000
+SERVE_DEFAULT_NAME = "default"
+"""Of an application that the file gives no name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,17 @@ class DeployConfig:
     settings: Settings
     host: str
     port: int
+
+    @property
+    def application_name(self) -> str:
+        """The name that Serve knows the application by."""
+        return str(_application(self.data).get("name", SERVE_DEFAULT_NAME))
+
+    @property
+    def application_args(self) -> dict[str, Any]:
+        """The settings as they are deployed."""
+        args: dict[str, Any] = _application(self.data)["args"]
+        return args
 
     @property
     def url(self) -> str:
@@ -58,6 +72,7 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     _check_keys(data)
     application = _application(data)
     settings = Settings.model_validate(application.get("args") or {}).resolved()
+    check_gpus(settings)
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
     if port is not None:
         http["port"] = port

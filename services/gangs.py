@@ -14,15 +14,16 @@ import time
 from typing import TYPE_CHECKING
 
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.gang import GangContext
 from ray.serve.handle import DeploymentHandle
 
+from csps.protocols.errors import ConfigError
 from csps.services import telemetry
 from csps.services.credentials import ClusterSecret
 from csps.services.directory import GangRole, RankAddress
 from csps.services.membership import Member
-from csps.services.node import listen_host, server_id
+from csps.services.node import labelled_location, listen_host
+from csps.services.registration import Registration
 from csps.services.registry import Registry, wait_for_store
 from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
-REGISTER_PERIOD_S = 3.0
-"""Between repetitions of a rank's registration, for a registry that had to start again."""
 
 
 class GangRank:
@@ -56,9 +55,7 @@ class GangRank:
         store = await _meet(gang, config.host, registry)
         self._rank = _make_rank(config, secret, store)
         self._address = await asyncio.to_thread(self._rank.start)
-        self._registration = asyncio.create_task(
-            _keep_registered(self._member(role, gang), registry)
-        )
+        self._registration = Registration(self._member(role, gang), registry.join.remote)
         logger.info(
             "%s rank %d of gang %s is up after %.1f s at %s:%d",
             role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
@@ -67,13 +64,14 @@ class GangRank:
     def check_health(self) -> None:
         """Called by Serve; raises when the rank cannot go on, which replaces its gang."""
         self._rank.check_health()
+        self._registration.check()
 
     async def __del__(self) -> None:
         rank = getattr(self, "_rank", None)
         if rank is None:  # the constructor did not get that far
             return
         if registration := getattr(self, "_registration", None):
-            registration.cancel()
+            registration.end()
         await _router_gone(rank, self._drain_s)
         await asyncio.to_thread(rank.close)
         self._flush_spans()
@@ -93,6 +91,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
     from csps.actors.rank import RankConfig
 
     section = gang_section(role, settings)
+    check_gpus(settings)
     return RankConfig(
         model_dir=str(settings.model_dir),
         role=role,
@@ -102,7 +101,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         gang_id=gang.gang_id,
         kv_slots=section.kv_slots,
         dtype=settings.dtype,
-        device=resolve_device(settings.device),
+        device=resolve_device(settings.device, section.num_gpus),
         threads=section.threads,
         host=host,
         location=location(role, settings, gang.rank),
@@ -118,19 +117,46 @@ def gang_section(role: GangRole, settings: Settings) -> PrefillSettings | Decode
 def location(role: GangRole, settings: Settings, rank: int) -> str:
     """The rank's Rack-Server-GPU id: from the settings, or from its node's label.
 
-    A rank's number stands for its GPU's, which only has to differ within the server.
+    With a label, a rank's number stands for its GPU's, which only has to differ in the server.
+
+    Raises:
+        ConfigError: the label is no Rack-Server id; Serve then shows why the rank does not start.
     """
     named: tuple[str, ...] = getattr(settings.topology, role)
-    return named[rank] if named else f"{server_id()}-{rank}"
+    return named[rank] if named else str(labelled_location(rank))
 
 
-def resolve_device(device: str) -> str:
-    """`auto` is CUDA where this process sees a GPU."""
+def resolve_device(device: str, num_gpus: float) -> str:
+    """`auto` is CUDA for a rank that Ray gives a GPU, and where torch can use it.
+
+    Ray hides GPUs from a process only if it has one of its own: without `num_gpus` all ranks of a
+    machine would see, and take, its first GPU.
+    """
     if device != "auto":
         return device
+    if not num_gpus:
+        return "cpu"
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_gpus(settings: Settings) -> None:
+    """Every rank has a GPU of its own, or none has: NCCL refuses two ranks on one GPU, and KV does
+    not go from GPUs to processors.
+
+    Raises:
+        ConfigError: `device` and `num_gpus` do not say so.
+    """
+    prefill, decode = settings.prefill.num_gpus, settings.decode.num_gpus
+    if settings.device == "cpu" or (settings.device == "auto" and prefill == decode == 0):
+        return
+    for role, count in (("prefill", prefill), ("decode", decode)):
+        if count < 1:
+            raise ConfigError(
+                f"{role}.num_gpus is {count:g}: ranks on GPUs need one each, in both gangs; "
+                f"set prefill.num_gpus and decode.num_gpus to 1, or device to cpu"
+            )
 
 
 def _gang_context() -> GangContext:
@@ -158,13 +184,6 @@ def _make_rank(
     from csps.actors.rank import Rank
 
     return Rank(config, secret=secret.value, store=store)
-
-
-async def _keep_registered(member: Member, registry: DeploymentHandle[Registry]) -> None:
-    while True:
-        with contextlib.suppress(RayError):  # it is being replaced: try again
-            await registry.join.remote(member)
-        await asyncio.sleep(REGISTER_PERIOD_S)
 
 
 async def _router_gone(rank: Rank, deadline_s: float) -> None:

@@ -27,6 +27,7 @@ def reserve_message(attempt: Attempt) -> dict[str, Any]:
             prompt_length=generation.prompt.size,
             sampling=generation.sampling,
             prompt_tokens=_penalized_tokens(attempt),
+            kept_only=_decodes_kept_only(attempt),
             trace=attempt.running.carrier,
         )
     )
@@ -84,6 +85,11 @@ def _piece(attempt: Attempt) -> PrefillPiece:
         sampling=generation.sampling,
         prompt_tokens=_penalized_tokens(attempt),
     )
+
+
+def _decodes_kept_only(attempt: Attempt) -> bool:
+    plan = attempt.running.plan
+    return plan is not None and plan.csa is not None and plan.csa.variant.decode_kept_only
 
 
 def _penalized_tokens(attempt: Attempt) -> bytes:

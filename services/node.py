@@ -6,10 +6,12 @@ from typing import Any
 
 import ray
 
+from csps.protocols.errors import ConfigError, abridged
+from csps.protocols.topology import Location
 from csps.services.settings import Settings
 
 SERVER_LABEL = "csps.io/server"
-"""Label of a Ray node (`ray start --labels`): the Rack-Server id of its machine."""
+"""Label of a Ray node (`ray start --labels`): the Rack-Server id of its machine, such as 0-3."""
 
 
 def listen_host(settings: Settings) -> str:
@@ -17,10 +19,22 @@ def listen_host(settings: Settings) -> str:
     return _node_address() if settings.host == "auto" else settings.host
 
 
-def server_id() -> str:
-    """The Rack-Server id that the operator gave this node; without one all share a server."""
+def labelled_location(gpu: int) -> Location:
+    """A GPU of this node, by the Rack-Server id that the operator gave the node; nodes without one
+    are all taken for one server.
+
+    Raises:
+        ConfigError: the label is no such id.
+    """
     labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
-    return str(labels.get(SERVER_LABEL, "0-0"))
+    server = str(labels.get(SERVER_LABEL, "0-0"))
+    try:
+        return Location.parse(f"{server}-{gpu}")
+    except ConfigError:
+        raise ConfigError(
+            f"node label {SERVER_LABEL} is {abridged(server)}; allowed are two decimal numbers "
+            "of at most 9 digits, without leading zeros, rack and server, like 0-3"
+        ) from None
 
 
 def _node_address() -> str:

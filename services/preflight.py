@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 from csps.protocols.errors import ConfigError
+from csps.services.memory_need import GIB, MemoryNeed
 
 MIN_PYTHON = (3, 11)
-BASE_MEMORY_GIB = 2.0
-"""Ray, the HTTP proxy, router, configurator and registry."""
-RANK_MEMORY_GIB = 0.4
-"""Python and torch of one rank, without weights and KV cache."""
 
 
 def check_python() -> None:
@@ -36,14 +33,14 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def check_memory(ranks: int, *, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise `ConfigError` if so many ranks do not fit into what is free; silent where unknown."""
+def check_memory(need: MemoryNeed, *, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise `ConfigError` if a server does not fit into what is free; silent where unknown."""
     available = available_gib(meminfo)
-    needed = BASE_MEMORY_GIB + RANK_MEMORY_GIB * ranks
-    if available is not None and available < needed:
+    if available is not None and available < need.total / GIB:
         raise ConfigError(
-            f"{available:.1f} GiB of memory are available, but Ray and {ranks} ranks need about "
-            f"{needed:.1f} GiB: free some, or lower prefill.instances and decode.instances"
+            f"{available:.1f} GiB of memory are available, but {need.total / GIB:.1f} GiB are "
+            f"needed ({need.parts}): free some, or lower instances or kv_slots, or set dtype to "
+            "bfloat16"
         )
 
 

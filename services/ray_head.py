@@ -14,10 +14,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -25,6 +26,7 @@ from csps.protocols.errors import DeadlineExceeded, FaultError
 
 LOOPBACK = "127.0.0.1"
 STATE_FILE = "ray.json"
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 START_DEADLINE_S = 60.0
 STOP_GRACE_S = 10.0
 STOP_DEADLINE_S = 20.0
@@ -48,11 +50,37 @@ class RayHead:
 
     @property
     def alive(self) -> bool:
-        """The process is there, and is the one that was started."""
-        try:
-            return b"--block" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
-        except OSError:
-            return False
+        """The leading process is there, and is the one that was started."""
+        return b"--block" in _proc_file(self.pid, "cmdline")
+
+    @property
+    def left(self) -> bool:
+        """Something of it is there; without the leading process nothing that could be relied on.
+
+        A number may have come to mean another session, after a restart of the machine for one:
+        processes of this head are told by the token file in their environment.
+        """
+        mark = f"{TOKEN_VARIABLE}={self.token_file}".encode()
+        return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in _session(self.pid))
+
+    def get(self, path: str, *, timeout_s: float) -> httpx.Response:
+        """GET of the dashboard's REST API."""
+        return self._request("GET", path, timeout_s)
+
+    def put(self, path: str, body: object, *, timeout_s: float) -> httpx.Response:
+        """PUT of the dashboard's REST API."""
+        return self._request("PUT", path, timeout_s, json=body)
+
+    def _request(self, method: str, path: str, timeout_s: float, **more: Any) -> httpx.Response:
+        # Not through a proxy of the environment, which may know no way back to this machine.
+        return httpx.request(
+            method,
+            f"{self.dashboard}{path}",
+            headers=self.headers,
+            timeout=timeout_s,
+            trust_env=False,
+            **more,
+        )
 
     @property
     def headers(self) -> dict[str, str]:
@@ -108,26 +136,24 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
         token_file=str(token_file),
         log_file=str(log_file),
     )
+    # Before anything can go wrong: `csps stop` shall find it whatever happens to this process.
+    (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))
     try:
         _wait_for_dashboard(head, process)
     except BaseException:
         head.stop()
+        forget(run_dir)
         raise
     return head
 
 
-def remember(head: RayHead, run_dir: Path) -> None:
-    """Write down what `csps stop` needs."""
-    (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))
-
-
 def recall(run_dir: Path) -> RayHead | None:
-    """The head of an earlier command, if it still runs."""
+    """The head of an earlier command, if anything is left of it; ask it whether it is `alive`."""
     try:
         head = RayHead(**json.loads((run_dir / STATE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return head if head.alive else None
+    return head if head.left else None
 
 
 def forget(run_dir: Path) -> None:
@@ -158,15 +184,28 @@ def _command(
 def _environment(token_file: str) -> dict[str, str]:
     return {
         **os.environ,
+        **_direct_loopback(os.environ),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": token_file,
+        TOKEN_VARIABLE: token_file,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray runs its workers at 15, as batch jobs; people wait for these.
         "RAY_worker_niceness": "0",
         # Ray replaces a loopback address by that of the network interface, except under this
         # variable, which it has for desktops. All its ports are then bound to loopback only.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # The proxy talks to replicas by gRPC: a third less CPU for every streamed token than by
+        # actor calls. Replicas listen for it anyway, behind the token.
+        "RAY_SERVE_PROXY_USE_GRPC": "1",
+        # Its default of 4 MiB would make a longer answer an error.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     }
+
+
+def _direct_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep this machine's own addresses away from an HTTP proxy."""
+    excepted = environment.get("no_proxy") or environment.get("NO_PROXY")
+    hosts = ",".join([*([excepted] if excepted else []), LOOPBACK, "localhost"])
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
 
 
 def _write_secret(path: Path, text: str) -> None:
@@ -190,8 +229,7 @@ def _wait_for_dashboard(head: RayHead, process: subprocess.Popen[bytes]) -> None
         if process.poll() is not None:
             raise FaultError(f"Ray did not start; see {head.log_file}")
         with suppress(httpx.TransportError):
-            url = f"{head.dashboard}/api/version"
-            if httpx.get(url, headers=head.headers, timeout=POLL_TIMEOUT_S).is_success:
+            if head.get("/api/version", timeout_s=POLL_TIMEOUT_S).is_success:
                 return
         time.sleep(POLL_S)
     raise DeadlineExceeded("starting Ray", START_DEADLINE_S)
@@ -204,6 +242,14 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+def _proc_file(pid: int, name: str) -> bytes:
+    """Empty if the process is gone or another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
 
 
 def _all_killed(session: int) -> bool:

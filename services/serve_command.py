@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import yaml
 
-from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.protocols.errors import DeadlineExceeded, FaultError
 from csps.services import preflight, ray_head
 from csps.services.demo_command import demo
 from csps.services.deploy_config import DeployConfig, read_config
+from csps.services.memory_need import memory_need
+from csps.services.model_check import check_model
 from csps.services.ray_head import RayHead
+from csps.services.serve_status import (
+    APPLICATIONS_PATH,
+    HTTP_TIMEOUT_S,
+    POLL_S,
+    last_line,
+    wait_for_status,
+)
 
 RUN_DIR = Path("run")
 """State of the server that was started from this directory: log, token, process id, traces."""
 READY_DEADLINE_S = 300.0
+"""Unless `--ready-timeout` says otherwise: large weights take long to read."""
+DEPLOY_DEADLINE_S = 180.0
+"""For Ray to start Serve and to accept a configuration."""
 DELETE_DEADLINE_S = 60.0
-POLL_S = 0.5
-HTTP_TIMEOUT_S = 5.0
 
 
-def serve(config_path: Path, *, port: int | None, with_demo: bool) -> None:
+def serve(
+    config_path: Path,
+    *,
+    port: int | None,
+    with_demo: bool,
+    ready_deadline_s: float = READY_DEADLINE_S,
+) -> None:
     """Start Ray, deploy, wait until ready, ask a first question; leaves the server running.
+
+    Where a server runs already, its application is replaced if it is not the one of this file.
 
     Raises:
         ConfigError, FaultError: why there is no server, in one line.
     """
     preflight.check_python()
     config = read_config(config_path, port=port)
-    head = ray_head.recall(RUN_DIR)
-    if head is None:
-        head = _start(config)
-    else:
-        _say(f"Ray is already running (process {head.pid}); deploying onto it")
+    check_model(config.settings)
+    head = _running_head(config) or _start(config)
     deploy(config, head, RUN_DIR)
-    wait_ready(config, head, say=_say)
+    wait_ready(config, head, say=_say, deadline_s=ready_deadline_s)
     _say(f"ready: {config.url}/v1 serves '{config.settings.model_name}'")
     if with_demo:
         demo(config)
@@ -55,7 +68,8 @@ def stop() -> None:
         _say("no server was started from this directory")
     else:
         _say("waiting for running requests ...")
-        with suppress(httpx.HTTPError):
+        # Whatever hinders it, the processes have to go.
+        with suppress(FaultError, OSError):
             undeploy(head)
         head.stop()
         _say("stopped")
@@ -66,34 +80,51 @@ def check_config(config_path: Path) -> None:
     """Say whether a configuration can be deployed."""
     config = read_config(config_path)
     settings = config.settings
+    check_model(settings)
     ranks = f"{settings.prefill.ranks} prefill and {settings.decode.ranks} decode ranks"
     _say(f"{config_path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
 
 
 def deploy(config: DeployConfig, head: RayHead, run_dir: Path) -> None:
-    """`serve deploy`; returns when Ray has accepted the configuration."""
+    """`serve deploy`; returns when Ray has accepted the configuration.
+
+    Raises:
+        FaultError: it has not, and why.
+    """
     path = run_dir / "deployed.yaml"
     path.write_text(yaml.safe_dump(config.data, sort_keys=False))
     serve_cli = [sys.executable, "-m", "ray.serve.scripts", "deploy"]
-    done = subprocess.run(
-        [*serve_cli, "--address", head.dashboard, str(path)],
-        env=head.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*serve_cli, "--address", head.dashboard, str(path)],
+            env=head.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEPLOY_DEADLINE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded("serve deploy", DEPLOY_DEADLINE_S) from None
     if done.returncode != 0:
-        raise FaultError(f"serve deploy failed: {_last_line(done.stderr or done.stdout)}")
+        raise FaultError(f"serve deploy failed: {last_line(done.stderr or done.stdout)}")
 
 
 def undeploy(head: RayHead) -> None:
-    """Delete all applications; returns when they have drained and are gone."""
-    url = f"{head.dashboard}/api/serve/applications/"
+    """Delete all applications; returns when they have drained and are gone.
+
+    Raises:
+        FaultError: Ray does not take the order, or they do not go.
+    """
     # Not DELETE, which ends the HTTP proxies as well, with whoever is connected to them.
     nothing: dict[str, list[str]] = {"applications": []}
-    httpx.put(url, json=nothing, headers=head.headers, timeout=HTTP_TIMEOUT_S).raise_for_status()
+    try:
+        head.put(APPLICATIONS_PATH, nothing, timeout_s=HTTP_TIMEOUT_S).raise_for_status()
+    except httpx.HTTPError as exc:
+        raise FaultError(f"Ray does not remove the applications: {exc!r}") from None
     deadline = time.monotonic() + DELETE_DEADLINE_S
-    while time.monotonic() < deadline and _applications(head):
+    while wait_for_status(head).applications:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded("removing the applications", DELETE_DEADLINE_S)
         time.sleep(POLL_S)
 
 
@@ -104,41 +135,77 @@ def wait_ready(
     say: Callable[[str], None],
     deadline_s: float = READY_DEADLINE_S,
 ) -> None:
-    """Wait until `/health` says ready, and say what is being waited for.
+    """Wait until what was deployed takes requests, and say what is being waited for.
 
     Raises:
         ConfigError: the application cannot be built.
-        FaultError: Ray has ended.
+        FaultError: Ray has ended, or does not answer.
         DeadlineExceeded: it takes too long.
     """
     deadline, said = time.monotonic() + deadline_s, ""
     while time.monotonic() < deadline:
-        if not head.alive:
-            raise FaultError(f"Ray has ended; see {head.log_file}")
-        trouble = _health(config)
+        status = wait_for_status(head)
+        # Only then: before, the old application's router may answer on the same port.
+        trouble = _health(config) if status.runs(config) else "starting"
         if trouble is None:
             return
-        status = _progress(_applications(head), trouble)
-        if status != said:
-            say(f"  {status}")
-            said = status
+        line = status.progress(config, trouble)
+        if line != said:
+            say(f"  {line}")
+            said = line
         time.sleep(POLL_S)
     raise DeadlineExceeded(f"deployment ({said})", deadline_s)
 
 
+def _running_head(config: DeployConfig) -> RayHead | None:
+    """The head that an earlier command left, ready for a deployment; None if there is none.
+
+    Raises:
+        ConfigError: it runs, but cannot become what the configuration asks for.
+        FaultError: what it has to give up does not go.
+    """
+    head = ray_head.recall(RUN_DIR)
+    if head is None:
+        return None
+    if not head.alive:
+        _say("ending what is left of an earlier server, whose Ray was killed ...")
+        head.stop()
+        ray_head.forget(RUN_DIR)
+        return None
+    _say(f"Ray is already running (process {head.pid}); deploying onto it")
+    _clear(head, config)
+    return head
+
+
+def _clear(head: RayHead, config: DeployConfig) -> None:
+    """Remove the application that runs, if it is another one.
+
+    Serve could replace it in place, but would hold the weights of both meanwhile, and mix their
+    answers.
+    """
+    status = wait_for_status(head)
+    status.check_http_options(config)
+    if not status.http_options:
+        preflight.check_port(config.host, config.port)
+    if status.comes(config):
+        return
+    if status.applications:
+        _say("replacing the application that runs; waiting for its requests ...")
+        undeploy(head)
+    preflight.check_memory(memory_need(config.settings, ray_runs=True))
+
+
 def _start(config: DeployConfig) -> RayHead:
     preflight.check_port(config.host, config.port)
-    preflight.check_memory(config.settings.prefill.ranks + config.settings.decode.ranks)
+    preflight.check_memory(memory_need(config.settings))
     _say("starting Ray on loopback ...")
-    head = ray_head.start_head(RUN_DIR)
-    ray_head.remember(head, RUN_DIR)
-    return head
+    return ray_head.start_head(RUN_DIR)
 
 
 def _health(config: DeployConfig) -> str | None:
     """None when ready, else what is missing."""
     try:
-        response = httpx.get(f"{config.url}/health", timeout=HTTP_TIMEOUT_S)
+        response = httpx.get(f"{config.url}/health", timeout=HTTP_TIMEOUT_S, trust_env=False)
     except httpx.TransportError:
         return "starting"
     if response.is_success:
@@ -147,40 +214,6 @@ def _health(config: DeployConfig) -> str | None:
         return str(response.json()["reason"])
     except (ValueError, KeyError, TypeError):
         return "starting"
-
-
-def _applications(head: RayHead) -> dict[str, Any]:
-    url = f"{head.dashboard}/api/serve/applications/"
-    with suppress(httpx.TransportError, json.JSONDecodeError):
-        response = httpx.get(url, headers=head.headers, timeout=HTTP_TIMEOUT_S)
-        applications: dict[str, Any] = response.json().get("applications") or {}
-        return applications
-    return {}
-
-
-def _progress(applications: dict[str, Any], trouble: str) -> str:
-    """One line: replicas that run, by deployment, and what the router waits for.
-
-    Raises:
-        ConfigError: deployment has failed for good.
-    """
-    for application in applications.values():
-        if application["status"] == "DEPLOY_FAILED":
-            raise ConfigError(f"deployment failed: {_last_line(application['message'])}")
-        counts = [_count(name, it) for name, it in sorted(application["deployments"].items())]
-        return ", ".join(counts) + f" ({trouble})" if counts else "building the application"
-    return "starting Serve"
-
-
-def _count(name: str, deployment: dict[str, Any]) -> str:
-    replicas = deployment["replicas"]
-    running = sum(replica["state"] == "RUNNING" for replica in replicas)
-    return f"{name} {running}/{deployment['target_num_replicas']}"
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no reason given"
 
 
 def _say(text: str) -> None:

@@ -8,19 +8,17 @@ Ray would print: they come from the environment or from a file (`services.secret
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.topology import Topology
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
-Location = Annotated[str, Field(pattern=r"^\d+-\d+-\d+$")]
-"""Rack-Server-GPU id, for instance "0-3-1"."""
 
 
 class Section(BaseModel):
@@ -68,6 +66,9 @@ class PrefillSettings(GangSettings):
     """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
     short_tokens: Count = 1_024
     """Prompts up to this length may run between two layers of a longer one."""
+    progress_deadline_s: Seconds = 180.0
+    """A gang is replaced when a job of it was not heard of for so long. Ranks at work tell about
+    once a second, or once for a part of a layer that takes longer, however long the prompt is."""
 
 
 class DecodeSettings(GangSettings):
@@ -101,15 +102,27 @@ class TelemetrySettings(Section):
     """Without an endpoint, each process writes one JSON object a span into a file here."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Fraction of requests that are traced, unless the client's `traceparent` decides."""
+    timeline_sample: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of requests whose trace also has every phase on every rank (`docs/timeline.md`),
+    unless the client's `tracestate` asks for it; more than `sample` has no effect. None by
+    default: a long prompt has thousands of phases, and the next job waits while they are noted."""
     project: str = "csps"
     """`openinference.project.name`: groups traces in Arize Phoenix."""
 
 
 class TopologySettings(Section):
-    """Where ranks sit, in rank order. Empty takes one server: 0-0-0, 0-0-1, ..."""
+    """Where ranks are, and how far that is (`docs/sparse-attention.md`)."""
 
-    prefill: tuple[Location, ...] = ()
-    decode: tuple[Location, ...] = ()
+    prefill: tuple[str, ...] = ()
+    """Rack-Server-GPU id of each rank, such as "0-3-1", in rank order. Empty, each rank asks its
+    Ray node for the label `csps.io/server`, the node's Rack-Server id; nodes without the label are
+    all taken for one server, 0-0."""
+    decode: tuple[str, ...] = ()
+    """The same of the decode gang."""
+    link_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """How much longer a byte takes from server to server than inside one, for the choice between
+    strategies. 1, a byte is a byte, is how the paper counts; nobody has measured the links yet,
+    and any other number would be a guess. Measure, and divide the rates."""
 
 
 class Settings(Section):
@@ -139,9 +152,9 @@ class Settings(Section):
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
-    def _topology_names_every_rank_once(self) -> Self:
-        for role, ranks in (("prefill", self.prefill.ranks), ("decode", self.decode.ranks)):
-            _check_locations(role, getattr(self.topology, role), ranks)
+    def _topology_fits_the_gangs(self) -> Self:
+        _check_locations("prefill", self.topology.prefill, self.prefill)
+        _check_locations("decode", self.topology.decode, self.decode)
         return self
 
     @classmethod
@@ -194,18 +207,14 @@ def shipped_models() -> Path:
     return Path(__file__).resolve().parent.parent / "models"
 
 
-def _check_locations(role: str, locations: tuple[str, ...], ranks: int) -> None:
-    """A topology lists every rank of the gang exactly once, or nothing at all."""
+def _check_locations(role: str, locations: Sequence[str], gang: GangSettings) -> None:
+    """A topology gives every rank of the gang a place of its own, or says nothing at all."""
     if not locations:
         return
-    if len(locations) != ranks:
-        raise ValueError(
-            f"topology.{role} names {len(locations)} ranks, but the gang has {ranks}; "
-            "list one Rack-Server-GPU id per rank, in rank order"
-        )
-    twice = [name for name, count in Counter(locations).items() if count > 1]
-    if twice:
-        raise ValueError(f"topology.{role} names {twice[0]} twice; every GPU holds one rank")
+    try:
+        Topology.of_gang(locations, ranks=gang.ranks, tp=gang.tp)
+    except ConfigError as error:
+        raise ValueError(f"topology.{role}: {error}") from None
 
 
 def _one_line(exc: ValidationError) -> str:

@@ -21,9 +21,13 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
 from csps.services.settings import TelemetrySettings
+from csps.services.timeline_sampler import TimelineSampler
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A span file that has grown to this becomes `NAME.1`, in place of an older one."""
+MAX_QUEUED_SPANS = 32_768
+"""Waiting for export. A rank's timeline comes at once, at the end of its job; of thousands of
+spans the SDK's own 2,048 places would lose many."""
 EXPORT_PERIOD_MS = 1000
 """Short, so that a killed process takes little with it and a person sees the trace at once."""
 
@@ -44,10 +48,13 @@ def make_provider(
     resource = Resource.create(
         {"service.name": service, "openinference.project.name": settings.project}
     )
-    provider = TracerProvider(resource=resource, sampler=ParentBasedTraceIdRatio(settings.sample))
+    sampler = TimelineSampler(ParentBasedTraceIdRatio(settings.sample), settings.timeline_sample)
+    provider = TracerProvider(resource=resource, sampler=sampler)
     provider.add_span_processor(_ServiceName(service))
     provider.add_span_processor(
-        BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_PERIOD_MS)
+        BatchSpanProcessor(
+            exporter, max_queue_size=MAX_QUEUED_SPANS, schedule_delay_millis=EXPORT_PERIOD_MS
+        )
     )
     return provider
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,6 +27,24 @@ def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=DEADLINE_S,
     )
+
+
+def write_config(folder: Path, port: int, model_dir: Path, name: str) -> list[str]:
+    """A server of few processes; returns the arguments that name it."""
+    application = {
+        "name": "csps",
+        "route_prefix": "/",
+        "import_path": "csps.services.app:build",
+        "args": {
+            "model": str(model_dir),
+            "served_model_name": name,
+            "prefill": {"instances": 1},
+            "decode": {"instances": 1},
+        },
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return ["--config", str(path), "--port", str(port)]
 
 
 @pytest.fixture
@@ -50,6 +69,11 @@ def test_the_first_answer_is_right_and_the_server_stays(folder: Path, port: int)
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{url}/health").is_success
 
+    elsewhere = csps("serve", *config[:-1], str(port + 1), cwd=folder)
+    assert elsewhere.returncode == 1
+    assert f"http_options.port {port}, which cannot become {port + 1}" in elsewhere.stderr
+    assert elsewhere.stderr.count("\n") == 1
+
     again = csps("demo", *config, cwd=folder)
     assert "(right)" in again.stdout
 
@@ -57,6 +81,18 @@ def test_the_first_answer_is_right_and_the_server_stays(folder: Path, port: int)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert not (folder / "run" / "ray-token").exists()
+
+
+@pytest.mark.slow
+def test_another_configuration_replaces_the_application(
+    folder: Path, port: int, tiny_llama: Path
+) -> None:
+    for name in ("first", "second"):
+        config = write_config(folder, port, tiny_llama, name)
+        served = csps("serve", "--no-demo", *config, cwd=folder)
+        assert served.returncode == 0, served.stdout + served.stderr
+        models = httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == [name]
 
 
 def test_a_port_in_use_is_one_line_and_starts_nothing(folder: Path, port: int) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -178,7 +179,11 @@ def test_models_health_and_metrics(server: Deployed, client: openai.OpenAI) -> N
 
 def test_one_trace_spans_all_processes(server: Deployed) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01", "x-request-id": "traced-1"}
+    headers = {
+        "traceparent": f"00-{trace_id}-00f067aa0ba902b7-01",
+        "tracestate": "csps=timeline",
+        "x-request-id": "traced-1",
+    }
     body = {"model": MODEL, "prompt": random_tokens(5_000), "max_tokens": 3}
     answer = httpx.post(
         f"{server.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S
@@ -186,15 +191,22 @@ def test_one_trace_spans_all_processes(server: Deployed) -> None:
     assert answer.headers.get_list("x-request-id") == ["traced-1"]
     processes = {"csps-router", "csps-configurator", "csps-prefill", "csps-decode"}
     deadline = time.monotonic() + SPANS_DEADLINE_S
-    while processes - services_of(server, trace_id):
-        assert time.monotonic() < deadline, f"only {services_of(server, trace_id)}"
+    while processes - services_of(spans := server_spans(server), trace_id):
+        assert time.monotonic() < deadline, f"only {services_of(spans, trace_id)}"
         time.sleep(0.1)
+    # The only request that has asked for one.
+    assert {it["trace_id"] for it in spans if "csps.phase" in it["attributes"]} == {trace_id}
 
 
-def services_of(server: Deployed, trace_id: str) -> set[str]:
-    """Who has written spans of a trace."""
+def server_spans(server: Deployed) -> list[dict[str, Any]]:
+    """All that have been written; the end of a file may be half a line."""
     files = Path(server.config.settings.telemetry.spans_dir).glob("*.jsonl")
-    spans = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    whole = [file.read_text().rpartition("\n")[0] for file in files]
+    return [json.loads(line) for text in whole for line in text.splitlines()]
+
+
+def services_of(spans: list[dict[str, Any]], trace_id: str) -> set[str]:
+    """Who has written spans of a trace."""
     return {it["attributes"]["service.name"] for it in spans if it["trace_id"] == trace_id}
 
 

@@ -13,7 +13,7 @@ from tiny_checkpoints import FAMILIES, make_checkpoint
 
 from csps.models import checkpoint as checkpoint_module
 from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
-from csps.models.loading import load_network
+from csps.models.loading import count_parameters, load_network
 from csps.models.spec import read_spec, share_of
 
 
@@ -180,3 +180,25 @@ def test_tensor_parallelism_needs_an_all_reduce(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="all_reduce"):
         load_network(tmp_path, tp_size=2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_counting_parameters_reads_none(
+    tmp_path: Path, family: str, tp_size: int, counts: Counter[str]
+) -> None:
+    make_checkpoint(tmp_path, family)
+    counted = count_parameters(tmp_path, tp_size=tp_size)
+    assert not counts
+    load_network(tmp_path, tp_size=tp_size, all_reduce=lambda it: it)
+    assert counted == counts.total()
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_counting_parameters_finds_what_loading_would(tmp_path: Path, tp_size: int) -> None:
+    make_checkpoint(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensorError, match=r"no model\.layers\.1\.self_attn\.k_proj\.weight"):
+        count_parameters(tmp_path, tp_size=tp_size)

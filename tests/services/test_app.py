@@ -10,6 +10,9 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from csps.protocols.errors import ConfigError
 from csps.services.app import build
+from csps.services.dispatch import DispatchDeadlines
+from csps.services.router import make_deadlines
+from csps.services.settings import Settings
 
 
 def built(**args: object) -> Application:
@@ -34,3 +37,9 @@ def test_no_secret_shows(tiny_llama: Path) -> None:
 def test_a_typo_is_named(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"^unknown setting 'prefil'; did you mean 'prefill'\?$"):
         built(model=str(tiny_llama), prefil={})
+
+
+def test_the_operator_says_how_long_a_prefill_job_may_be_silent() -> None:
+    settings = Settings.model_validate({"prefill": {"progress_deadline_s": 7.0}})
+    assert make_deadlines(settings).execution.prefill_progress_s == 7.0
+    assert make_deadlines(Settings()) == DispatchDeadlines()

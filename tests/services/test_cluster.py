@@ -216,6 +216,27 @@ async def test_gangs_that_do_not_agree_are_not_bridged(change: dict[str, Any], r
         assert cluster.bridge is None
 
 
+@pytest.mark.parametrize(
+    ("locations", "reason"),
+    [
+        (["0-0-0", "0-0-1", "0-0-2", "rack0-srv1-3"], "prefill gang p1: 'rack0-srv1-3' is not a"),
+        (["0-0-0", "0-0-1", "0-0-0", "0-0-1"], "prefill gang p1: topology puts both 0 and 2 at"),
+        (["0-0-0", "0-1-1", "0-1-2", "0-1-3"], "rank 0 is at 0-0-0 and rank 1 at 0-1-1; allowed"),
+    ],
+)
+async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
+    locations: list[str], reason: str
+) -> None:
+    """No request ever meets such a location: neither a plan nor a scheduling round can fail."""
+    prefill, decode = FakeGang("prefill", "p1", tp=2), FakeGang("decode", "d1")
+    prefill.locations = locations
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode) as (cluster, log):
+        await until(lambda: reason in cluster.trouble)
+        assert cluster.gang("prefill") is None
+        assert not log.bridges
+
+
 async def test_ranks_of_the_wrong_role_are_refused() -> None:
     first, second = FakeGang("decode", "d1"), FakeGang("decode", "d2")
     view = ClusterView(prefill=await first.start(), decode=await second.start())

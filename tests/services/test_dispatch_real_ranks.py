@@ -18,7 +18,7 @@ import pytest
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.rules import RuleConfigurator
-from csps.configurator.strategy_choice import AttentionShape
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import GangLost
 from csps.protocols.messages import Sampling
 from csps.protocols.plans import CsaOptions, Plan, PlanRequest
@@ -120,7 +120,7 @@ async def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 async def by_rules(request: PlanRequest) -> Plan:
-    shape = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16)
+    shape = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
     return RuleConfigurator(shape).plan(request)
 
 
@@ -175,8 +175,11 @@ async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(tiny_lla
 async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Path) -> None:
     """On one instance and on two, by each strategy, beside exact requests."""
     options = [
-        *(CsaOptions(strategy=strategy, drop_ratio=0.0) for strategy in ("ntp", "tp", "tp_flat")),
-        CsaOptions(levels=1, micro_partitions=1, strategy="ntp"),
+        *(
+            CsaOptions(strategy=strategy, drop_ratios=(0.0,))
+            for strategy in ("ntp", "tp", "tp_flat")
+        ),
+        CsaOptions(levels=1, micro_partitions=(1,), strategy="ntp"),
         None,
     ]
     async with real_cell(tiny_llama) as (cell, _, _):
@@ -189,7 +192,7 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
             assert running.plan.attention == running.generation.attention
             prompt = running.generation.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
-        lossy = cell.submit(511, seed=511, csa=CsaOptions(drop_ratio=0.9, strategy="ntp"))
+        lossy = cell.submit(511, seed=511, csa=CsaOptions(drop_ratios=(0.9,), strategy="ntp"))
         assert len(await answer(lossy)) == 6
         await cell.settled()
 

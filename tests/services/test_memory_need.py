@@ -1,0 +1,106 @@
+"""The memory that a server is said to need, held against what is really allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import FAMILIES, make_checkpoint
+
+from csps.actors.kv_pool import KvPool
+from csps.models.loading import load_network
+from csps.protocols.errors import ConfigError
+from csps.services import preflight
+from csps.services.deploy_config import read_config
+from csps.services.memory_need import GIB, MemoryNeed, memory_need
+from csps.services.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def settings(model_dir: Path, **args: Any) -> Settings:
+    return Settings.model_validate({"model": str(model_dir), "device": "cpu", **args})
+
+
+def allocated(config: Settings, section: Any) -> tuple[int, int]:
+    """Bytes of weights and of KV pool in one rank, as it makes them."""
+    dtype = getattr(torch, config.dtype)
+    network = load_network(
+        config.model_dir, tp_size=section.tp, dtype=dtype, all_reduce=lambda it: it
+    )
+    seen = {network.embedding_vd.data_ptr(): network.embedding_vd}
+    tensors = [network.head_vd, network.norm_d]
+    tensors += [tensor for layer in network.layers for tensor in layer.weights]
+    seen |= {tensor.data_ptr(): tensor for tensor in tensors}
+    pool = KvPool(
+        layers=network.spec.layers,
+        slots=section.kv_slots,
+        kv_heads=len(network.layers[0].share.kv_heads),
+        head_dim=network.spec.head_dim,
+        dtype=dtype,
+        device="cpu",
+    )
+    return sum(it.nbytes for it in seen.values()), pool.k.nbytes + pool.v.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tp", "dtype"), [(1, "float32"), (2, "bfloat16"), (4, "float32")])
+def test_weights_and_kv_are_what_ranks_allocate(
+    family: str, tp: int, dtype: str, tmp_path: Path
+) -> None:
+    config = settings(
+        make_checkpoint(tmp_path, family),
+        dtype=dtype,
+        prefill={"instances": 3, "tp": tp, "kv_slots": 700},
+        decode={"instances": 1, "tp": 2, "kv_slots": 900},
+    )
+    prefill, decode = allocated(config, config.prefill), allocated(config, config.decode)
+    need = memory_need(config)
+    assert need.ranks == 3 * tp + 2
+    assert need.weights == 3 * tp * prefill[0] + 2 * decode[0]
+    assert need.kv_cache == 3 * tp * prefill[1] + 2 * decode[1]
+
+
+def test_activations_grow_with_the_prompt(tiny_llama: Path) -> None:
+    short, long = (
+        memory_need(settings(tiny_llama, prefill={"kv_slots": slots})) for slots in (1_000, 4_000)
+    )
+    assert long.activations == 4 * short.activations > 0
+
+
+def test_the_default_server_fits_into_4_gib(tmp_path: Path) -> None:
+    """Measured: 2.8 GiB with a prompt that fills the prefill slots."""
+    need = memory_need(read_config(ROOT / "config.yaml").settings)
+    assert 2.8 * GIB < need.total < 3.6 * GIB
+    preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=4))
+
+
+def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
+    """Four ranks of it were let through once, to be killed while they loaded."""
+    need = MemoryNeed(ranks=4, weights=4 * 8_030_261_248 * 4)
+    expected = r"^24\.0 GiB of memory are available, but 121\.3 GiB are needed \(.*weights 119\.7"
+    with pytest.raises(ConfigError, match=expected):
+        preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=24))
+
+
+def test_ray_that_runs_is_not_counted_again(tiny_llama: Path) -> None:
+    config = settings(tiny_llama)
+    assert memory_need(config, ray_runs=True).total < memory_need(config).total
+
+
+def test_what_lies_on_gpus_is_not_counted(tiny_llama: Path) -> None:
+    gpus = {"num_gpus": 1}
+    need = memory_need(settings(tiny_llama, device="cuda", prefill=gpus, decode=gpus))
+    assert need.weights == need.kv_cache == need.activations == 0
+
+
+def test_a_machine_that_does_not_tell_is_not_refused(tmp_path: Path) -> None:
+    preflight.check_memory(MemoryNeed(ranks=4, weights=2**60), meminfo=tmp_path / "not there")
+
+
+def meminfo(folder: Path, *, gib: int) -> Path:
+    path = folder / "meminfo"
+    path.write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {gib * 2**20} kB\n")
+    return path

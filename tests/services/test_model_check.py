@@ -1,0 +1,107 @@
+"""A checkpoint that cannot be served is refused in one line, before Ray is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from csps.services import ray_head
+from csps.services.cli import main
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model_dir(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to spoil."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start_head(*_: Any, **__: Any) -> None:
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(ray_head, "start_head", start_head)
+    monkeypatch.chdir(tmp_path)
+
+
+def config_of(model_dir: Path, **args: Any) -> str:
+    application = {"import_path": "csps.services.app:build", "args": {"model": "model", **args}}
+    path = model_dir.parent / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return str(path)
+
+
+def refusal(command: str, config: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([command, "--config", config]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def set_config(model_dir: Path, **values: Any) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def drop_tensor(model_dir: Path, name: str) -> None:
+    weights = load_file(model_dir / WEIGHTS)
+    del weights[name]
+    save_file(weights, model_dir / WEIGHTS)
+
+
+commands = pytest.mark.parametrize("command", ["check-config", "serve"])
+
+
+@commands
+def test_an_unsupported_architecture(
+    command: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_config(model_dir, architectures=["GPTNeoXForCausalLM"])
+    error = refusal(command, config_of(model_dir), capsys)
+    assert "GPTNeoXForCausalLM is not supported; supported: LlamaForCausalLM, Mistral" in error
+
+
+@commands
+def test_a_missing_tensor(
+    command: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drop_tensor(model_dir, "model.layers.1.mlp.down_proj.weight")
+    error = refusal(command, config_of(model_dir), capsys)
+    assert "the weights have no model.layers.1.mlp.down_proj.weight" in error
+
+
+@commands
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_tp_that_does_not_divide_the_heads(
+    command: str, role: str, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(command, config_of(model_dir, **{role: {"tp": 3}}), capsys)
+    assert f"{role}.tp: tensor parallelism 3 does not divide 4 query heads and 2 KV heads" in error
+    assert "possible: 1, 2, 4" in error
+
+
+def test_a_tensor_of_another_shape(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    set_config(model_dir, intermediate_size=100)
+    error = refusal("check-config", config_of(model_dir), capsys)
+    assert "mlp.gate_proj.weight has shape (96, 64), but config.json asks for (100, 64)" in error
+
+
+def test_a_checkpoint_without_tokenizer(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal("check-config", config_of(model_dir), capsys)
+
+
+def test_weights_that_are_cut_off(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model_dir / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-100])
+    assert WEIGHTS in refusal("check-config", config_of(model_dir), capsys)

@@ -1,0 +1,124 @@
+"""Finding the processes of a head again, with a small tree of processes in the place of Ray's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from csps.services import ray_head
+from csps.services.cli import main
+
+_LEADER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+"""Starts one more process in its session and waits, as `ray start --block` does."""
+
+
+class Tree:
+    """A leader and its child, which live until they are killed."""
+
+    def __init__(self, token_file: Path) -> None:
+        self.leader = subprocess.Popen(
+            [sys.executable, "-c", _LEADER, "--block"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "RAY_AUTH_TOKEN_PATH": str(token_file)},
+            start_new_session=True,
+        )
+        assert self.leader.stdout is not None
+        self.child = int(self.leader.stdout.readline())
+
+    def kill_leader(self) -> None:
+        self.leader.kill()
+        self.leader.wait()
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.leader.pid, signal.SIGKILL)
+        self.leader.communicate()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "ray-token").write_text("token")
+    return run_dir
+
+
+@pytest.fixture
+def tree(run_dir: Path) -> Iterator[Tree]:
+    tree = Tree(run_dir / "ray-token")
+    write_state(run_dir, tree.leader.pid)
+    yield tree
+    tree.end()
+
+
+def write_state(run_dir: Path, pid: int) -> None:
+    state = {
+        "pid": pid,
+        "address": "127.0.0.1:1",
+        "dashboard": "http://127.0.0.1:1",
+        "token_file": str(run_dir / "ray-token"),
+        "log_file": str(run_dir / "ray.log"),
+    }
+    (run_dir / "ray.json").write_text(json.dumps(state))
+
+
+def gone(pid: int) -> bool:
+    """Not there, or dead and only not yet waited for by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
+    head = ray_head.recall(run_dir)
+    assert head is not None
+    assert head.alive
+
+
+def test_without_its_leader_it_is_known_by_what_is_left(run_dir: Path, tree: Tree) -> None:
+    tree.kill_leader()
+    head = ray_head.recall(run_dir)
+    assert head is not None
+    assert not head.alive
+    head.stop()
+    assert gone(tree.child)
+    assert ray_head.recall(run_dir) is None
+
+
+def test_stopping_ends_what_a_killed_leader_left(
+    run_dir: Path, tree: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that nothing was started, and forgot what was: the port stayed taken for good."""
+    tree.kill_leader()
+    assert main(["stop"]) == 0
+    assert "stopped" in capsys.readouterr().out
+    assert gone(tree.child)
+    assert not (run_dir / "ray.json").exists()
+
+
+def test_a_session_of_somebody_else_is_left_alone(run_dir: Path, tmp_path: Path) -> None:
+    """After a restart of the machine the remembered number may be anybody's."""
+    other = Tree(tmp_path / "another-token")
+    try:
+        write_state(run_dir, other.leader.pid)
+        assert ray_head.recall(run_dir) is None
+        assert main(["stop"]) == 0
+        assert not gone(other.child)
+    finally:
+        other.end()

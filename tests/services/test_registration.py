@@ -1,0 +1,90 @@
+"""A rank goes on registering, whatever the registry does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from csps.protocols.errors import FaultError
+from csps.services.directory import RankAddress
+from csps.services.membership import Member
+from csps.services.registration import Join, Registration
+
+DEADLINE_S = 10.0
+MEMBER = Member(
+    role="decode",
+    gang_id="g",
+    world_size=2,
+    address=RankAddress(rank=1, host="127.0.0.1", port=1),
+)
+
+
+class Registry:
+    """Fails as often as it is told to, then takes registrations."""
+
+    def __init__(self, *failures: Callable[[], Exception]) -> None:
+        self._failures = list(failures)
+        self._joined: asyncio.Queue[Member] = asyncio.Queue()
+
+    async def join(self, member: Member) -> None:
+        if self._failures:
+            raise self._failures.pop(0)()
+        self._joined.put_nowait(member)
+
+    async def joins(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(count):
+                assert await self._joined.get() == MEMBER
+
+
+@asynccontextmanager
+async def registering(join: Join) -> AsyncIterator[Registration]:
+    registration = Registration(MEMBER, join, period_s=0)
+    try:
+        yield registration
+    finally:
+        registration.end()
+
+
+async def check_for_long(registration: Registration) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            registration.check()
+            await asyncio.sleep(0)
+
+
+def unavailable() -> Exception:
+    """What a handle raises while its deployment is being replaced; no RayError."""
+    return DeploymentUnavailableError.__new__(DeploymentUnavailableError)
+
+
+def pushed_back() -> Exception:
+    return BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+
+async def test_it_survives_whatever_serve_raises(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "csps.services.registration")
+    registry = Registry(unavailable, unavailable, pushed_back, RuntimeError)
+    async with registering(registry.join) as registration:
+        await registry.joins(3)
+        registration.check()
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 cannot register (DeploymentUnavailableError); trying again",
+        "rank 1 cannot register (BackPressureError); trying again",
+        "rank 1 cannot register (RuntimeError); trying again",
+        "rank 1 is registered again",
+    ]
+
+
+async def test_one_that_has_ended_breaks_the_rank() -> None:
+    registry = Registry()
+    async with registering(registry.join) as registration:
+        await registry.joins(1)
+        registration.end()
+        with pytest.raises(FaultError, match=r"^rank 1 has stopped registering$"):
+            await check_for_long(registration)

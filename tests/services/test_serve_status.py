@@ -1,0 +1,247 @@
+"""Waiting for a deployment: what counts is the one just sent, and what it says when it fails.
+
+A small HTTP server stands for Ray's REST API and for the router.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.services import ray_head, serve_status
+from csps.services.demo_command import ask
+from csps.services.deploy_config import DeployConfig, read_config
+from csps.services.ray_head import RayHead
+from csps.services.serve_command import undeploy, wait_ready
+from csps.services.serve_status import ServeStatus, read_status
+
+PORT = 8123
+FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
+ray::ServeReplica:csps:PrefillGang.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
+  File "csps/services/gangs.py", line 54, in __init__
+csps.models.errors.MissingTensorError: the weights have no model.norm.weight
+"""
+
+
+class Cluster:
+    """What the fake answers with."""
+
+    def __init__(self) -> None:
+        self.statuses: list[dict[str, Any]] = [{}]
+        """Answers of the applications API, the last one for good."""
+        self.healthy = True
+        self.asked: list[str] = []
+
+    def get(self, path: str) -> tuple[int, dict[str, Any]]:
+        self.asked.append(path)
+        if path == "/health":
+            return (200, {}) if self.healthy else (503, {"reason": "waiting for a decode gang"})
+        return 200, self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster()
+
+
+@pytest.fixture
+def server(cluster: Cluster) -> Iterator[ThreadingHTTPServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = cluster.get(self.path)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def do_PUT(self) -> None:
+            cluster.asked.append(f"PUT {self.path}")
+            self.send_response(200)
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Head(RayHead):
+    """Its process is this one."""
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def head(server: ThreadingHTTPServer, tmp_path: Path) -> Head:
+    (tmp_path / "token").write_text("token")
+    return Head(
+        pid=os.getpid(),
+        address="",
+        dashboard=f"http://127.0.0.1:{server.server_address[1]}",
+        token_file=str(tmp_path / "token"),
+        log_file="",
+    )
+
+
+@pytest.fixture
+def config(server: ThreadingHTTPServer, tiny_llama: Path, tmp_path: Path) -> DeployConfig:
+    args = {"model": str(tiny_llama), "prefill": {"instances": 1}}
+    application = {"name": "csps", "import_path": "csps.services.app:build", "args": args}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return read_config(path, port=server.server_address[1])
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_status, "POLL_S", 0)
+    monkeypatch.setattr("csps.services.serve_command.POLL_S", 0)
+
+
+def applications(
+    config: DeployConfig, status: str, *, old: bool = False, **gang: Any
+) -> dict[str, Any]:
+    args = {**config.application_args, "model": "/another"} if old else config.application_args
+    replicas = [{"state": "RUNNING"}, {"state": "STARTING"}]
+    deployment = {"replicas": replicas, "target_num_replicas": 2, "status": "UPDATING", **gang}
+    application = {
+        "status": status,
+        "message": "Failed to update the deployments ['PrefillGang'].",
+        "deployed_app_config": {"args": args},
+        "deployments": {"PrefillGang": deployment},
+    }
+    return {"applications": {"csps": application}}
+
+
+def said_while_waiting(config: DeployConfig, head: RayHead, **wait: Any) -> list[str]:
+    said: list[str] = []
+    wait_ready(config, head, say=said.append, **wait)
+    return said
+
+
+def test_an_old_application_that_answers_is_not_taken_for_the_new_one(
+    config: DeployConfig, head: RayHead, cluster: Cluster
+) -> None:
+    cluster.statuses = [
+        applications(config, "RUNNING", old=True),
+        applications(config, "DEPLOYING"),
+        applications(config, "RUNNING"),
+    ]
+    assert said_while_waiting(config, head) == ["  PrefillGang 1/2 (starting)"]
+    assert cluster.asked.count("/health") == 1  # only once the new one runs
+
+
+def test_an_old_application_for_ever_is_a_deadline(
+    config: DeployConfig, head: RayHead, cluster: Cluster
+) -> None:
+    cluster.statuses = [applications(config, "RUNNING", old=True)]
+    with pytest.raises(DeadlineExceeded):
+        said_while_waiting(config, head, deadline_s=0.05)
+
+
+def test_running_is_not_ready(config: DeployConfig, head: RayHead, cluster: Cluster) -> None:
+    cluster.statuses, cluster.healthy = [applications(config, "RUNNING")], False
+    with pytest.raises(DeadlineExceeded, match="waiting for a decode gang"):
+        said_while_waiting(config, head, deadline_s=0.05)
+
+
+def test_a_failed_deployment_says_what_its_replicas_raised(
+    config: DeployConfig, head: RayHead, cluster: Cluster
+) -> None:
+    """Serve's message for the application names the deployment only."""
+    cluster.statuses = [applications(config, "DEPLOY_FAILED", message=FAILED)]
+    expected = r"^deployment failed: PrefillGang: csps\.models\.errors\.MissingTensorError: the "
+    with pytest.raises(ConfigError, match=expected):
+        said_while_waiting(config, head)
+
+
+def test_a_failed_build_says_why(config: DeployConfig) -> None:
+    status = ServeStatus(**applications(config, "DEPLOY_FAILED"))
+    with pytest.raises(ConfigError, match=r"^deployment failed: Failed to update"):
+        status.progress(config, "starting")
+
+
+def test_what_replicas_raise_is_told_while_serve_tries_again(config: DeployConfig) -> None:
+    status = ServeStatus(**applications(config, "DEPLOYING", message=FAILED))
+    assert status.progress(config, "starting") == (
+        "PrefillGang 1/2 (PrefillGang: csps.models.errors.MissingTensorError: "
+        "the weights have no model.norm.weight)"
+    )
+
+
+def test_http_options_in_force_cannot_change(config: DeployConfig) -> None:
+    same = {**config.data["http_options"], "keep_alive_timeout_s": 90}
+    ServeStatus(http_options=same).check_http_options(config)
+    ServeStatus().check_http_options(config)
+    with pytest.raises(ConfigError, match=rf"http_options\.port {PORT}, .* run `make stop` first"):
+        ServeStatus(http_options={**same, "port": PORT}).check_http_options(config)
+
+
+def test_a_head_that_has_ended_is_said_at_once(config: DeployConfig, head: RayHead) -> None:
+    ended = RayHead(**{**vars(head), "pid": 2**22 + 1})  # beyond the largest number there is
+    with pytest.raises(FaultError, match=r"^Ray has ended"):
+        said_while_waiting(config, ended)
+
+
+def test_removing_waits_until_nothing_is_left(
+    config: DeployConfig, head: RayHead, cluster: Cluster
+) -> None:
+    cluster.statuses = [applications(config, "DELETING"), {"applications": {}}]
+    undeploy(head)
+    api = "/api/serve/applications/"
+    assert cluster.asked == [f"PUT {api}", api, api]
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_loopback(
+    config: DeployConfig, head: RayHead, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    cluster.statuses = [applications(config, "RUNNING")]
+    assert read_status(head) is not None
+    said_while_waiting(config, head)
+    assert ask(config, "hello").usage == {"prompt_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("set_as", "expected"),
+    [
+        ({}, "127.0.0.1,localhost"),
+        ({"NO_PROXY": "intra.net"}, "intra.net,127.0.0.1,localhost"),
+        ({"no_proxy": "a", "NO_PROXY": "b"}, "a,127.0.0.1,localhost"),
+    ],
+)
+def test_nor_by_what_is_started(
+    head: RayHead, monkeypatch: pytest.MonkeyPatch, set_as: dict[str, str], expected: str
+) -> None:
+    """`serve deploy` and Ray's own processes read the environment."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_as.items():
+        monkeypatch.setenv(name, value)
+    environment = ray_head.RayHead(**vars(head)).environment()
+    assert environment["no_proxy"] == environment["NO_PROXY"] == expected
