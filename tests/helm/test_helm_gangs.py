@@ -9,7 +9,9 @@ import pytest
 from helm_python import HelmRenderError
 from rendered_chart import GPUS, Rendered, Values, container, render
 
+from csps.protocols.topology import Topology
 from csps.services.app import build
+from csps.services.node import SERVER_LABEL
 from csps.services.settings import Settings
 
 ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang"}
@@ -112,3 +114,33 @@ def test_other_accelerators_by_name() -> None:
 def test_a_gang_that_does_not_fill_its_pods_is_refused() -> None:
     with pytest.raises(HelmRenderError, match=r"a gang of 3 ranks .* does not fill pods of 2"):
         render({"prefill": {"instances": 3, "ranksPerPod": 2}})
+
+
+def test_pods_are_one_server_unless_said_otherwise() -> None:
+    for group in render(GPUS).groups.values():
+        assert "labels" not in group
+
+
+def test_each_pod_can_be_a_server() -> None:
+    """Every group is one labelled pod, and together they hold the gang."""
+    rendered = render({**GPUS, "topology": {"podsAreServers": True}})
+    assert set(rendered.groups) == {"head", "prefill-0", "prefill-1", "decode-0"}
+    settings = Settings.model_validate(rendered.application["args"])
+    for role, deployment in ROLES.items():
+        pods = [it for name, it in rendered.groups.items() if name.startswith(role)]
+        demand = demands(rendered)[deployment]
+        ranks = [places(ray_resources(pod), demand) for pod in pods]
+        assert {pod["replicas"] for pod in pods} == {1}
+        assert sum(ranks) == getattr(settings, role).ranks
+        servers = [pod["labels"][SERVER_LABEL] for pod in pods]
+        ids = [
+            f"{server}-{gpu}" for server, n in zip(servers, ranks, strict=True) for gpu in range(n)
+        ]
+        assert len(Topology.of(ids).servers) == len(pods)
+
+
+def test_pods_that_cut_an_instance_in_two_are_no_servers() -> None:
+    prefill = {"instances": 2, "tp": 4, "ranksPerPod": 2}
+    with pytest.raises(HelmRenderError, match=r"pods of 2 ranks cut instances of 4 \(tp\) in two"):
+        render({"prefill": prefill, "topology": {"podsAreServers": True}})
+    render({"prefill": prefill})

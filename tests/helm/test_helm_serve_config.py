@@ -49,8 +49,8 @@ def test_every_value_arrives() -> None:
             "prefill": {**gang, "sptTokens": 11, "shortTokens": 12},
             "decode": {**gang, "spreadTokens": 13, "maxBatch": 14},
             "queue": {"maxWaiting": 15, "maxWaitingTokens": 100_000_000, "maxAttempts": 16},
-            "topology": {"prefill": location, "decode": location},
-            "telemetry": {"sample": 0.25, "project": "p"},
+            "topology": {"prefill": location, "decode": location, "linkRatio": 12.5},
+            "telemetry": {"sample": 0.25, "timelineSample": 0.125, "project": "p"},
             "drainSeconds": 17,
         }
     )
@@ -65,7 +65,9 @@ def test_every_value_arrives() -> None:
         "max_attempts": 16,
     }
     assert got.topology.prefill == got.topology.decode == tuple(location)
-    assert (got.telemetry.sample, got.telemetry.project) == (0.25, "p")
+    assert got.topology.link_ratio == 12.5
+    telemetry = got.telemetry
+    assert (telemetry.sample, telemetry.timeline_sample, telemetry.project) == (0.25, 0.125, "p")
     assert got.drain_s == 17
 
 

@@ -16,3 +16,11 @@
 {{- end -}}
 {{- div $ranks $each -}}
 {{- end }}
+
+{{/* The application refuses an instance whose ranks are on two servers. */}}
+{{- define "csps.requireWholeInstances" -}}
+{{- $each := include "csps.ranksPerPod" . | int -}}
+{{- if mod $each .tp -}}
+{{- fail (printf "pods of %d ranks cut instances of %d (tp) in two, which podsAreServers does not allow: choose ranksPerPod as a multiple of tp" $each (int .tp)) -}}
+{{- end -}}
+{{- end }}

@@ -65,6 +65,10 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
   value: token
 - name: RAY_USAGE_STATS_ENABLED
   value: "0"
+- name: RAY_SERVE_PROXY_USE_GRPC # a third less CPU for every streamed token
+  value: "1"
+- name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
+  value: "2147483647"
 - name: HOME # the user has no entry in /etc/passwd
   value: /tmp
 - name: USER

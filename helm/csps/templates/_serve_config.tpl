@@ -71,6 +71,7 @@ queue:
 topology:
   prefill: {{ toJson .Values.topology.prefill }}
   decode: {{ toJson .Values.topology.decode }}
+  link_ratio: {{ float64 .Values.topology.linkRatio }}
 telemetry:
   {{- include "csps.telemetrySettings" .Values.telemetry | nindent 2 }}
 {{- end }}
@@ -92,5 +93,6 @@ otlp_endpoint: {{ . | quote }}
 {{- end }}
 spans_dir: /tmp/csps-traces
 sample: {{ .sample }}
+timeline_sample: {{ .timelineSample }}
 project: {{ .project | quote }}
 {{- end }}

@@ -1,14 +1,36 @@
-{{/* One group of alike pods per gang. Its size is the gang's: with a pod less, no rank can start. */}}
-{{- define "csps.workerGroup" -}}
+{{/* The worker groups of a gang: one of alike pods, or, where each pod is a server of its own to
+the application, one for each pod, because KubeRay labels the Ray nodes of a group alike. */}}
+{{- define "csps.workerGroups" -}}
 {{- $root := index . 0 -}}
 {{- $role := index . 1 -}}
 {{- $gang := index . 2 -}}
-{{- $ranks := include "csps.ranksPerPod" $gang | int -}}
-{{- $pods := include "csps.podsOfGang" $gang -}}
-- groupName: {{ $role }}
-  replicas: {{ $pods }}
-  minReplicas: {{ $pods }}
-  maxReplicas: {{ $pods }}
+{{- $pods := include "csps.podsOfGang" $gang | int -}}
+{{- $common := dict "root" $root "role" $role "gang" $gang -}}
+{{- if $root.Values.topology.podsAreServers -}}
+{{- include "csps.requireWholeInstances" $gang -}}
+{{- range $pod := until $pods }}
+{{- $labels := dict "csps.io/server" (printf "0-%d" $pod) }}
+{{- include "csps.workerGroup" (merge (dict "name" (printf "%s-%d" $role $pod) "pods" 1 "labels" $labels) $common) }}
+{{- end }}
+{{- else -}}
+{{- include "csps.workerGroup" (merge (dict "name" $role "pods" $pods "labels" dict) $common) }}
+{{- end }}
+{{- end }}
+
+{{/* The group's size is fixed: with a pod less, no rank can start. */}}
+{{- define "csps.workerGroup" -}}
+{{- $root := .root -}}
+{{- $role := .role -}}
+{{- $gang := .gang -}}
+{{- $ranks := include "csps.ranksPerPod" $gang | int }}
+- groupName: {{ .name }}
+  replicas: {{ .pods }}
+  minReplicas: {{ .pods }}
+  maxReplicas: {{ .pods }}
+  {{- with .labels }}
+  labels:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   rayStartParams:
     num-cpus: {{ mul $ranks $gang.threads | quote }}
     num-gpus: {{ mul $ranks $gang.gpusPerRank | quote }}
