@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,6 +16,10 @@ from typing import Any
 
 import httpx
 import yaml
+
+from csps.services import ray_head
+from csps.services.deploy_config import read_config
+from csps.services.serve_command import RUN_DIR, deploy
 
 READY_S = 240.0
 """For Ray, the four deployments and both gangs."""
@@ -48,6 +53,20 @@ def _serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
             }
         ],
     }
+
+
+def deployed_beside(application: dict[str, Any], url: str) -> None:
+    """Add an application to the deployed one, for comparison; returns when it answers."""
+    head = ray_head.recall(RUN_DIR)
+    assert head is not None, "nothing is deployed from this directory"
+    config = read_config(RUN_DIR / "deployed.yaml")
+    both = {**config.data, "applications": [*config.data["applications"], application]}
+    deploy(dataclasses.replace(config, data=both), head, RUN_DIR)
+    deadline = time.monotonic() + READY_S
+    while not httpx.get(f"{url}/-/routes").json().get(application["route_prefix"]):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{application['name']} was not up within {READY_S:g} s")
+        time.sleep(0.3)
 
 
 @contextlib.contextmanager

@@ -6,25 +6,36 @@ First token: on the deployed server, from sending the request to the first text 
 less what the prefill rank itself measured from receiving the job to having the token, less what
 Serve's own proxy takes: a request of the same size that the router turns away at once. Further
 tokens: the median gap at the HTTP client, less the median gap at a driver that speaks RPC to an
-equal pair of gangs without Ray, HTTP or a router. Both are asked in turns.
+equal pair of gangs without Ray, HTTP or a router. All are asked in turns.
+
+Where everybody shares a few cores, whoever handles a token slows the engine down. How much of
+that is Serve's is measured in the same way: `floor_gap_ms` is the driver's gap while Serve
+streams chunks of the same size, at the same pace, from an application that does nothing else.
+`per_token_floor_ms` is what this adds to the engine's gap, `per_token_ours_ms` the rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import report
+import stream_floor
 import wide_checkpoint
-from deployed import deployed
+from deployed import deployed, deployed_beside
 
 from csps.loadgen.streaming_client import stream
 from csps.protocols.messages import Sampling, TokenDrawn
@@ -35,6 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from gang_cell import Cell, Request, even_shares
 from gang_processes import process_cell
 
+WARM_UP_ROUNDS = 2
+"""For connections, caches and allocators."""
+FLOOR_CHUNKS = 100_000
+"""More than anybody reads."""
+
 
 def main() -> None:
     args = _arguments()
@@ -42,6 +58,7 @@ def main() -> None:
         model = wide_checkpoint.make(Path(folder) / "wide")
         settings = {"model": str(model), "served_model_name": "wide"}
         with deployed(settings) as url, httpx.Client(base_url=url) as client:
+            deployed_beside(stream_floor.APPLICATION, url)
             rows = asyncio.run(_measure(model, client, args))
     report.publish({"benchmark": "serving_overhead", "prompt": args.prompt}, rows, args.json)
 
@@ -57,30 +74,89 @@ def _arguments() -> argparse.Namespace:
 async def _measure(
     model: Path, client: httpx.Client, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    added, proxy, http_gaps, bare_gaps = [], [], [], []
+    rounds: list[_Round] = []
     async with process_cell(model, prefill=2, decode=2) as cell:
-        for round_ in range(args.rounds + 2):
-            proxy_s = _refused_s(client, args, round_)
-            beyond_engine_s, gap_s = _over_http(client, args, round_)
-            bare_s = await _bare_gap(cell, args, round_)
-            if round_ >= 2:  # connections, caches and allocators have warmed up
-                proxy.append(proxy_s)
-                added.append(beyond_engine_s)
-                http_gaps.append(gap_s)
-                bare_gaps.append(bare_s)
-    milliseconds = {
-        "beyond_engine_ttft_ms": statistics.median(added) * 1e3,
-        "proxy_alone_ms": statistics.median(proxy) * 1e3,
-        "http_gap_ms": statistics.median(http_gaps) * 1e3,
-        "engine_gap_ms": statistics.median(bare_gaps) * 1e3,
+        for seed in range(args.rounds + WARM_UP_ROUNDS):
+            rounds.append(await _one_round(cell, client, args, seed))
+    return [_figures(rounds[WARM_UP_ROUNDS:])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """Seconds."""
+
+    proxy_s: float
+    beyond_engine_ttft_s: float
+    http_gap_s: float
+    engine_gap_s: float
+    floor_gap_s: float
+
+
+async def _one_round(
+    cell: Cell, client: httpx.Client, args: argparse.Namespace, seed: int
+) -> _Round:
+    proxy_s = _refused_s(client, args, seed)
+    beyond_engine_ttft_s, http_gap_s = _over_http(client, args, seed)
+    engine_gap_s = await _bare_gap(cell, args, 2 * seed)
+    with _serve_streams(str(client.base_url), period_s=engine_gap_s):
+        floor_gap_s = await _bare_gap(cell, args, 2 * seed + 1)
+    return _Round(
+        proxy_s=proxy_s,
+        beyond_engine_ttft_s=beyond_engine_ttft_s,
+        http_gap_s=http_gap_s,
+        engine_gap_s=engine_gap_s,
+        floor_gap_s=floor_gap_s,
+    )
+
+
+def _figures(rounds: list[_Round]) -> dict[str, float]:
+    """Medians in milliseconds, and what they differ by."""
+
+    def median_ms(name: str) -> float:
+        median_s: float = statistics.median(getattr(it, name) for it in rounds)
+        return median_s * 1e3
+
+    beyond_engine_ttft_ms, proxy_ms = median_ms("beyond_engine_ttft_s"), median_ms("proxy_s")
+    http_ms, engine_ms = median_ms("http_gap_s"), median_ms("engine_gap_s")
+    floor_ms = median_ms("floor_gap_s")
+    return {
+        "beyond_engine_ttft_ms": beyond_engine_ttft_ms,
+        "proxy_alone_ms": proxy_ms,
+        "http_gap_ms": http_ms,
+        "engine_gap_ms": engine_ms,
+        "floor_gap_ms": floor_ms,
+        "ttft_added_ms": beyond_engine_ttft_ms - proxy_ms,
+        "per_token_added_ms": http_ms - engine_ms,
+        "per_token_floor_ms": floor_ms - engine_ms,
+        "per_token_ours_ms": http_ms - floor_ms,
     }
-    return [
-        {
-            **milliseconds,
-            "ttft_added_ms": milliseconds["beyond_engine_ttft_ms"] - milliseconds["proxy_alone_ms"],
-            "per_token_added_ms": milliseconds["http_gap_ms"] - milliseconds["engine_gap_ms"],
-        }
-    ]
+
+
+@contextmanager
+def _serve_streams(url: str, *, period_s: float) -> Iterator[None]:
+    """Meanwhile Serve streams chunks at this pace, to a client that reads them as `stream` does."""
+    stop = threading.Event()
+    reader = threading.Thread(target=_read_floor, args=(url, period_s, stop))
+    reader.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        reader.join()
+
+
+def _read_floor(url: str, period_s: float, stop: threading.Event) -> None:
+    query = {"period_s": period_s, "count": FLOOR_CHUNKS}
+    with (
+        httpx.Client(base_url=url) as client,
+        client.stream("GET", stream_floor.PATH, params=query) as response,
+    ):
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data:"):
+                json.loads(line[5:])
+            if stop.is_set():
+                return
 
 
 def _refused_s(client: httpx.Client, args: argparse.Namespace, seed: int) -> float:

@@ -1,4 +1,5 @@
-"""A rank that writes its spans to a file: `python traced_rank.py SPANS_DIR CONFIG`.
+"""A rank that writes its spans and every job's timeline to a file:
+`python traced_rank.py SPANS_DIR CONFIG`.
 
 Everything else is `csps.actors.host_rank`, which knows of no SDK.
 """
@@ -16,7 +17,8 @@ SERVICE = "csps-prefill"
 
 def main(spans_dir: str, config: str) -> None:
     """Run a rank until standard input ends, and write the last spans."""
-    flush = telemetry.install(SERVICE, TelemetrySettings(spans_dir=spans_dir))
+    settings = TelemetrySettings(spans_dir=spans_dir, timeline_sample=1.0)
+    flush = telemetry.install(SERVICE, settings)
     try:
         host_rank.main([config])
     finally:

@@ -21,9 +21,11 @@ from csps.actors.timeline import Event
 from csps.protocols.messages import PrefillJob
 from csps.services.telemetry import span_record
 
-SAMPLED = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-UNSAMPLED = SAMPLED.removesuffix("01") + "00"
-TRACE_ID = SAMPLED.split("-")[1]
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+SAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-00"}
+STATE = {"tracestate": "vendor=7,csps=timeline"}
+TIMELINE = {**SAMPLED, **STATE}
 MS = 1_000_000
 EVENTS = (
     Event("qkv", 1 * MS, 2 * MS, 0),
@@ -52,9 +54,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def _run_job(traceparent: str | None, *, rank: int = 0) -> JobClock:
+def _run_job(carrier: dict[str, str], *, rank: int = 0) -> JobClock:
     """A job that does what EVENTS say, if anybody listens."""
-    carrier = {} if traceparent is None else {"traceparent": traceparent}
     job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
     clock, mesh = JobClock(), CountingMesh(rank)
     timeline = clock.timeline  # as a strategy keeps it from before the job begins
@@ -72,14 +73,14 @@ def _records(exported: InMemorySpanExporter) -> list[timeline_export.Record]:
 
 
 def test_events_come_back_from_their_spans(exported: InMemorySpanExporter) -> None:
-    _run_job(SAMPLED, rank=0)
-    _run_job(SAMPLED, rank=1)
+    _run_job(TIMELINE, rank=0)
+    _run_job(TIMELINE, rank=1)
     timelines = timeline_export.timelines(_records(exported))
     assert timelines == {0: list(EVENTS), 1: list(EVENTS)}
 
 
 def test_phases_lie_below_their_job_in_the_requests_trace(exported: InMemorySpanExporter) -> None:
-    _run_job(SAMPLED)
+    _run_job(TIMELINE)
     job, *phases = sorted(_records(exported), key=timeline_export.is_phase)
     assert job["name"] == "prefill.compute"
     assert {span["trace_id"] for span in (job, *phases)} == {TRACE_ID}
@@ -87,19 +88,42 @@ def test_phases_lie_below_their_job_in_the_requests_trace(exported: InMemorySpan
     assert [span["name"] for span in phases] == [f"prefill.{event.name}" for event in EVENTS]
 
 
-@pytest.mark.parametrize("traceparent", [None, UNSAMPLED])
+@pytest.mark.parametrize("carrier", [{}, UNSAMPLED, {**UNSAMPLED, **STATE}])
 def test_nothing_is_noted_of_a_job_that_is_not_sampled(
-    traceparent: str | None, exported: InMemorySpanExporter
+    carrier: dict[str, str], exported: InMemorySpanExporter
 ) -> None:
-    clock = _run_job(traceparent)
+    clock = _run_job(carrier)
     assert not clock.timeline.on
     assert clock.timeline.events == []
     assert exported.get_finished_spans() == ()
 
 
+def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(
+    exported: InMemorySpanExporter,
+) -> None:
+    """An urgent job runs inside of the span of the job that it interrupts."""
+    outer = PrefillJob(job_id=2, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=TIMELINE)
+    with engine_export.traced_job(outer, JobClock(), CountingMesh(0)):  # type: ignore[arg-type]
+        inner = _run_job({})
+    assert not inner.timeline.on
+    (record,) = _records(exported)
+    assert tuple(record["attributes"]["csps.bytes_sent"]) == (0, 0)
+
+
+@pytest.mark.parametrize("state", [{}, {"tracestate": "csps=other,vendor=timeline"}])
+def test_a_trace_that_asks_for_no_timeline_has_the_jobs_costs_alone(
+    state: dict[str, str], exported: InMemorySpanExporter
+) -> None:
+    clock = _run_job({**SAMPLED, **state})
+    assert (clock.timeline.on, clock.timeline.events) == (False, [])
+    (job,) = _records(exported)
+    assert job["name"] == "prefill.compute"
+    assert tuple(job["attributes"]["csps.bytes_sent"]) == (10, 1000)
+
+
 def test_costs_are_summed_over_the_ranks(exported: InMemorySpanExporter) -> None:
-    _run_job(SAMPLED, rank=0)
-    _run_job(SAMPLED, rank=1)
+    _run_job(TIMELINE, rank=0)
+    _run_job(TIMELINE, rank=1)
     cost = prefill_costs.job_costs(_records(exported), ["0-0-0", "0-1-0"])[TRACE_ID]
     assert cost.attention_s == pytest.approx(0.003)
     assert cost.attention_cpu_s == pytest.approx(0.002)
@@ -110,8 +134,8 @@ def test_costs_are_summed_over_the_ranks(exported: InMemorySpanExporter) -> None
 def test_the_file_is_a_chrome_trace_of_both_ranks(
     exported: InMemorySpanExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _run_job(SAMPLED, rank=0)
-    _run_job(SAMPLED, rank=1)
+    _run_job(TIMELINE, rank=0)
+    _run_job(TIMELINE, rank=1)
     spans, out = tmp_path / "spans.jsonl", tmp_path / "timeline.json"
     spans.write_text("".join(json.dumps(record) + "\n" for record in _records(exported)))
     monkeypatch.setattr(sys, "argv", ["timeline_export", str(spans), "--out", str(out)])
