@@ -33,9 +33,9 @@ class CsaOptions:
     tp_drop_ratios: tuple[float, ...] = (0.0, 0.0, 0.9)
     """The same for SP-TP, which judges by the layer before: layer 1 of the default model looks the
     needles up, by keys that nothing in layer 0 has pointed at, and cannot drop without loss."""
-    micro_partitions: tuple[int, ...] = (1, 1, 2)
+    micro_partitions: tuple[int, ...] = (4, 1, 2)
     """Of levels 1, 2, …"""
-    exact_micro: int = 2
+    exact_micro: int = 4
     """Micro-partitions of exact pipelined SP-NTP, which has a single level."""
     tp_micro: int = 2
     """Micro-partitions of SP-TP, exact and sparse: it cuts what it gathers, not levels."""
