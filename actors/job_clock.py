@@ -23,7 +23,7 @@ class JobClock:
     """At least one exchange inside the group was under way, hidden or not. On CUDA only those
     count that the host waited for."""
     yielded_s: float = 0.0
-    """Urgent jobs that ran between two layers."""
+    """Urgent jobs that ran inside this one."""
     timeline: Timeline = field(default_factory=lambda: Timeline(on=False))
 
     @contextmanager

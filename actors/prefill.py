@@ -337,7 +337,7 @@ class PrefillLoop:
         often, and for any job, that it tells of the progress as well."""
         self._progress.step(job.job_id)
         if not job.urgent:
-            self._run_urgent(clock, self._queue.urgent_within(job, self._runs_alone, MAX_URGENT))
+            self._run_urgent(clock, self._queue.urgent_within(job, self._runs_now, MAX_URGENT))
 
     def _run_urgent(self, clock: JobClock, job_ids: Sequence[int]) -> None:
         if not job_ids:
@@ -348,8 +348,10 @@ class PrefillLoop:
                 if job is not None:
                     self._run_job(job)
 
-    def _runs_alone(self, job: PrefillJob) -> bool:
-        return self._ranks_of(job) == [self._engine.rank]
+    def _runs_now(self, job: PrefillJob) -> bool:
+        """It needs nobody else, and no slots that a job around it may hold until its end."""
+        alone = self._ranks_of(job) == [self._engine.rank]
+        return alone and sum(piece.length for piece in job.pieces) <= self._engine.pool.free
 
     def _ranks_of(self, job: PrefillJob) -> list[int]:
         """All that take part in a job, its leader first."""

@@ -149,7 +149,7 @@ class Transfers:
         """What a background task returned, once it has; raises what it raised."""
         if task.ready:
             return task.result()
-        with self._clock.waiting(), self._noted_wait(label):
+        with self._standing_still(), self._noted_wait(label):
             return task.result()
 
     @contextmanager
@@ -191,7 +191,7 @@ class Transfers:
             for future in futures:
                 future.result()
             return
-        with self._clock.waiting(), self._noted_wait(transfer.label):
+        with self._standing_still(), self._noted_wait(transfer.label):
             for future in futures:
                 future.result()
 

@@ -17,11 +17,10 @@ from csps.configurator.strategy_choice import Strategy, exact_options, least, sp
 from csps.configurator.traffic import Traffic
 from csps.protocols.csa_template import CsaTemplate
 from csps.protocols.plans import Architecture, Plan, PlanRequest
+from csps.protocols.topology import MAX_LEVELS
 
 MICRO_PARTITIONS = 4
 """M if the client names none: enough to hide most of an exchange, and few messages."""
-MAX_LEVELS = 4
-"""SPT, server, rack and all."""
 
 _ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
 

@@ -170,7 +170,7 @@ class PrefillJob:
     csa: CsaPlan | None = None
     """How strategies that attend sparsely do so; "csa" needs it, and whole prompts."""
     urgent: bool = False
-    """May run between two layers of a running job that is not urgent."""
+    """May run inside a running job that is not urgent."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the first piece's request."""
 

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from csps.protocols.errors import InvalidRequest, abridged, nearest
+from csps.protocols.topology import MAX_LEVELS
 
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**31 - 1
@@ -33,8 +34,6 @@ MAX_COUNT = 2**31 - 1
 """Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
 MAX_TOKENS = 2**24
 """Of anything that counts tokens of a prompt."""
-MAX_LEVELS = 4
-"""SPT, server, rack and all."""
 MAX_LAYERS = 1024
 """Of drop ratios by layer; the configurator knows how many the model has."""
 MAX_MICRO_PARTITIONS = 64

@@ -16,6 +16,8 @@ from csps.protocols.errors import ConfigError, abridged
 
 Segments = tuple[range, ...]
 """A partition of places 0 .. n-1 into runs of neighbours."""
+MAX_LEVELS = 4
+"""SPT, server, rack and all."""
 _ID = re.compile("-".join([r"(0|[1-9]\d{0,8})"] * 3), re.ASCII)
 
 

@@ -65,7 +65,7 @@ class PrefillSettings(GangSettings):
     spt_tokens: Count = 4_096
     """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
     short_tokens: Count = 1_024
-    """Prompts up to this length may run between two layers of a longer one."""
+    """Prompts up to this length may run inside a longer one, between two parts of a layer."""
     progress_deadline_s: Seconds = 180.0
     """A gang is replaced when a job of it was not heard of for so long. Ranks at work tell about
     once a second, or once for a part of a layer that takes longer, however long the prompt is."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
-from types import TracebackType
 
 from torch import Tensor
 
@@ -36,13 +35,13 @@ from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.csa.window_judge import WindowJudge
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.strategy import Keep
-from csps.actors.transfers import Transfers
+from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.protocols.csa import ALL_QUERIES
 
 
-class Csa:
+class Csa(WithTransfers):
     """Sparse attention of one job; one object per job and rank, entered for the job's duration.
 
     What a layer sends may still be leaving while the next one begins; leaving the context waits.
@@ -50,6 +49,7 @@ class Csa:
 
     def __init__(self, group: SpGroup, schedule: DropSchedule, *, heads: int, scale: float) -> None:
         plan = schedule.plan
+        super().__init__(group, overlap=plan.pipelined)
         self._group = group
         self._schedule = schedule
         self._heads, self._kv_heads = heads, len(schedule.kv_heads)
@@ -64,19 +64,6 @@ class Csa:
         self._judged_at_once = plan.importance_layer == "same"
         self._routes: dict[object, Routes] = {}
         self._timeline = group.clock.timeline
-        self._transfers = Transfers(group.mesh, group.clock, overlap=plan.pipelined)
-
-    def __enter__(self) -> Csa:
-        self._transfers.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._transfers.__exit__(kind, error, trace)
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep

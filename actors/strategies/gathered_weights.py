@@ -41,6 +41,9 @@ from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.models.spec import kv_head_range
 
+BLOCK_ROWS = 4096
+"""Queries that are attended to without giving way."""
+
 
 class GatheredWeights(WithTransfers):
     """Exact attention of one job; one object per job and rank, entered for the job's duration."""
@@ -111,10 +114,16 @@ class GatheredWeights(WithTransfers):
         )
         everything = 0, self._shards.total_rows
         arrived = {piece: it.arrived(self._transfers) for piece, it in history.items()}
-        with self._group.clock.timeline.phase("attention", layer=index):
-            for piece, (k_ngd, v_ngd) in arrived.items():
+        timeline = self._group.clock.timeline
+        for piece, (k_ngd, v_ngd) in arrived.items():
+            with timeline.phase("attention", layer=index):
                 attention.attend_history(piece, everything, k_ngd, v_ngd)
-            attention.attend(everything, everything)
+            self._group.give_way()
+        for start in range(0, self._shards.total_rows, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self._shards.total_rows)
+            with timeline.phase("attention", layer=index):
+                attention.attend((start, stop), (0, stop))
+            self._group.give_way()
         return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:

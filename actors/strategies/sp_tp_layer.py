@@ -45,6 +45,7 @@ class SpTpLayer:
             rotary: of all T rows.
             history: by piece.
         """
+        self._group = group
         self._layer = layer
         self._rows_td = rows_td
         self._rotary = rotary
@@ -77,10 +78,12 @@ class SpTpLayer:
                 case Attend(queries, keys, place):
                     with self._phase("attention", place):
                         self.attention.attend(queries, keys)
+                    self._group.give_way()
                 case HandOn(part):
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self.attention.out_Thd[part.rows]
                         reduce.add(part, self._layer.output_part(out_thd))
+                    self._group.give_way()
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, share, dim = len(self._rows_td), self._layer.share, self._layer.spec.head_dim

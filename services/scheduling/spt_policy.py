@@ -3,7 +3,7 @@
 First come, first served, with these exceptions, each of them bounded:
 
 1. A *short* prompt (at most `short_tokens`) starts at once, on the instance where it will wait
-   least, as an *urgent* job that ranks let run between two layers of a long one.
+   least, as an *urgent* job that ranks let run inside a long one.
 2. Longer prompts that would otherwise wait fill up the slack of the last SPT of a starting job.
 
 **Nobody starves.** What overtakes a long prompt never exceeds `overtaking` times its own tokens:

@@ -21,7 +21,10 @@ from greedy_reference import greedy_tokens
 from torch import Tensor
 
 from csps.actors.strategies import ulysses
-from csps.protocols.messages import PrefillDone, PrefillJob, TokenDrawn
+from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
+
+RESERVED = 10**6
+"""A request of no job."""
 
 
 class Line:
@@ -112,6 +115,28 @@ async def test_an_urgent_job_of_one_rank_runs_inside_a_layer(
         await it.finish(tiny_llama)
         assert it.drawn_order()[2:] == [shared, long]
         assert all(done.yielded_s > 0 for done in it.done(long))
+
+
+async def test_an_urgent_job_that_finds_no_room_does_not_wait_inside_another(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots that it would wait for may be those of the job around it."""
+    doors = Doors(monkeypatch, rows=30)
+    async with line(tiny_llama, 1) as it:
+        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        long = await it.add(80, [0])
+        urgent = await it.add(5, [0], urgent=True)
+        await it.send([long], [0])
+        assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
+        pool.allocate(RESERVED, [Span(start=0, stop=pool.free)])
+        await it.send([urgent], [0])
+        doors.second.set()
+        assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
+        assert not it.drawn_order()
+        pool.free_request(RESERVED)
+        doors.third.set()
+        await it.finish(tiny_llama)
+        assert set(it.drawn_order()) == {long, urgent}
 
 
 async def test_the_ranks_of_an_instance_run_an_urgent_job_together(tiny_llama: Path) -> None:
