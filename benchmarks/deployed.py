@@ -33,8 +33,8 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
         config.write_text(yaml.safe_dump(_serve_config(args, port)))
         command = [sys.executable, "-m", "csps.services.cli"]
         serve = [*command, "serve", "--config", str(config), "--no-demo"]
-        subprocess.run(serve, check=True, timeout=READY_S)
         try:
+            subprocess.run(serve, check=True, timeout=READY_S)
             yield f"http://127.0.0.1:{port}"
         finally:
             subprocess.run([*command, "stop"], check=True, timeout=READY_S)

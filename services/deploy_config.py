@@ -46,7 +46,8 @@ class DeployConfig:
     @property
     def url(self) -> str:
         """Where the API will be, seen from this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}"
 
 
@@ -95,10 +96,12 @@ def _check_keys(data: Any) -> None:
         ServeDeploySchema,
     )
 
+    _check_mapping("", data)
     _known("", data, ServeDeploySchema.model_fields)
     _known("http_options", data.get("http_options"), HTTPOptionsSchema.model_fields)
     _known("logging_config", data.get("logging_config"), LoggingConfig.model_fields)
     for application in data.get("applications") or []:
+        _check_mapping("applications: ", application)
         _known("applications", application, ServeApplicationSchema.model_fields)
         for deployment in application.get("deployments") or []:
             _known("applications.deployments", deployment, DeploymentSchema.model_fields)
@@ -108,13 +111,17 @@ def _known(where: str, section: Any, allowed: Mapping[str, Any]) -> None:
     if section is None:
         return
     prefix = f"{where}: " if where else ""
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"{prefix}expected a mapping, got {abridged(section)}")
+    _check_mapping(prefix, section)
     for key in section:
         if key not in allowed:
             raise ConfigError(
                 f"{prefix}unknown setting {abridged(key)}{nearest(str(key), allowed)}"
             )
+
+
+def _check_mapping(prefix: str, section: Any) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{prefix}expected a mapping, got {abridged(section)}")
 
 
 def _application(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from pathlib import Path
 
 from csps.protocols.errors import ConfigError
@@ -33,9 +34,35 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def check_memory(need: MemoryNeed, *, meminfo: Path = Path("/proc/meminfo")) -> None:
+MEMINFO = Path("/proc/meminfo")
+POLL_S = 0.5
+
+
+def check_memory_at_all(need: MemoryNeed, *, meminfo: Path = MEMINFO) -> None:
+    """Raise `ConfigError` if a server would not fit even if all memory were free."""
+    whole = memory_gib("MemTotal", meminfo)
+    if whole is not None and whole < need.total / GIB:
+        raise ConfigError(
+            f"this machine has {whole:.1f} GiB of memory, but {need.total / GIB:.1f} GiB are "
+            f"needed ({need.parts})"
+        )
+
+
+def wait_memory(need: MemoryNeed, deadline_s: float) -> None:
+    """`check_memory`, again and again while processes that have ended may still hold some."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        try:
+            return check_memory(need)
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(POLL_S)
+
+
+def check_memory(need: MemoryNeed, *, meminfo: Path = MEMINFO) -> None:
     """Raise `ConfigError` if a server does not fit into what is free; silent where unknown."""
-    available = available_gib(meminfo)
+    available = memory_gib("MemAvailable", meminfo)
     if available is not None and available < need.total / GIB:
         raise ConfigError(
             f"{available:.1f} GiB of memory are available, but {need.total / GIB:.1f} GiB are "
@@ -44,11 +71,11 @@ def check_memory(need: MemoryNeed, *, meminfo: Path = Path("/proc/meminfo")) -> 
         )
 
 
-def available_gib(meminfo: Path) -> float | None:
-    """Memory that new processes can have without swapping."""
+def memory_gib(name: str, meminfo: Path = MEMINFO) -> float | None:
+    """A figure of the system's: MemTotal, or MemAvailable, what processes can have unswapped."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:  # not Linux
         return None
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) / 2**20 if "MemAvailable" in fields else None
+    return int(fields[name].split()[0]) / 2**20 if name in fields else None

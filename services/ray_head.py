@@ -191,7 +191,8 @@ def _environment(token_file: str) -> dict[str, str]:
         # Ray runs its workers at 15, as batch jobs; people wait for these.
         "RAY_worker_niceness": "0",
         # Ray replaces a loopback address by that of the network interface, except under this
-        # variable, which it has for desktops. All its ports are then bound to loopback only.
+        # variable, which it has for desktops. All its ports are then bound to loopback
+        # only; those on which Serve replicas listen to the proxy are not, and need the token.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # The proxy talks to replicas by gRPC: a third less CPU for every streamed token than by
         # actor calls. Replicas listen for it anyway, behind the token.

@@ -40,8 +40,15 @@ class ReadingLanes:
         """
         if len(body) <= LARGE_BODY_BYTES:
             return await asyncio.to_thread(read, body)
+        # A read that is cancelled in the queue stays there until a thread takes it: without this
+        # it would keep its body, which nobody counts any more.
+        held = [body]
         with self._holding(len(body)):
-            return await asyncio.get_running_loop().run_in_executor(self._large, read, body)
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._large, lambda: read(held.pop()))
+            finally:
+                held.clear()
 
     def close(self) -> None:
         """Read nothing more. What a thread is at goes on to its end."""

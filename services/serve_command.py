@@ -33,7 +33,10 @@ READY_DEADLINE_S = 300.0
 """Unless `--ready-timeout` says otherwise: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0
 """For Ray to start Serve and to accept a configuration."""
-DELETE_DEADLINE_S = 60.0
+DELETE_GRACE_S = 30.0
+"""For applications to go once their requests have had `drain_s`."""
+FREED_DEADLINE_S = 10.0
+"""For the system to take back the memory of processes that have just ended."""
 
 
 def serve(
@@ -117,14 +120,18 @@ def undeploy(head: RayHead) -> None:
     """
     # Not DELETE, which ends the HTTP proxies as well, with whoever is connected to them.
     nothing: dict[str, list[str]] = {"applications": []}
+    status = wait_for_status(head)
+    if not status.applications:
+        return
     try:
         head.put(APPLICATIONS_PATH, nothing, timeout_s=HTTP_TIMEOUT_S).raise_for_status()
     except httpx.HTTPError as exc:
         raise FaultError(f"Ray does not remove the applications: {exc!r}") from None
-    deadline = time.monotonic() + DELETE_DEADLINE_S
+    patience_s = status.drain_s + DELETE_GRACE_S
+    deadline = time.monotonic() + patience_s
     while wait_for_status(head).applications:
         if time.monotonic() > deadline:
-            raise DeadlineExceeded("removing the applications", DELETE_DEADLINE_S)
+            raise DeadlineExceeded("removing the applications", patience_s)
         time.sleep(POLL_S)
 
 
@@ -189,10 +196,12 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
         preflight.check_port(config.host, config.port)
     if status.comes(config):
         return
+    need = memory_need(config.settings, ray_runs=True)
     if status.applications:
+        preflight.check_memory_at_all(need)
         _say("replacing the application that runs; waiting for its requests ...")
         undeploy(head)
-    preflight.check_memory(memory_need(config.settings, ray_runs=True))
+    preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)
 
 
 def _start(config: DeployConfig) -> RayHead:

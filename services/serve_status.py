@@ -13,6 +13,7 @@ import httpx
 from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.deploy_config import DeployConfig
 from csps.services.ray_head import RayHead
+from csps.services.settings import Settings
 
 APPLICATIONS_PATH = "/api/serve/applications/"
 HTTP_TIMEOUT_S = 5.0
@@ -44,6 +45,15 @@ class ServeStatus:
         deployed = application.get("deployed_app_config") or {}
         same = deployed.get("args") == config.application_args
         return same and application["status"] in states
+
+    @property
+    def drain_s(self) -> float:
+        """Longest that what runs lets its requests take once it has to end."""
+        deployed = (it.get("deployed_app_config") or {} for it in self.applications.values())
+        default = Settings.model_fields["drain_s"].default
+        return max(
+            (float((it.get("args") or {}).get("drain_s", default)) for it in deployed), default=0.0
+        )
 
     def check_http_options(self, config: DeployConfig) -> None:
         """Serve takes HTTP options when it starts, and ignores others from then on.

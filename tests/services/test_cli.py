@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", ["a: [", "[]", "\t"])
+@pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])
 def test_what_is_no_configuration_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
@@ -96,6 +96,12 @@ def test_a_port_on_the_command_line_wins(tmp_path: Path, model_dir: Path) -> Non
     config = read_config(write(tmp_path, model_dir), port=9)
     assert config.url == "http://127.0.0.1:9"
     assert config.data["http_options"]["port"] == 9
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_an_address_of_version_6_is_a_url(tmp_path: Path, model_dir: Path, host: str) -> None:
+    config = read_config(write(tmp_path, model_dir, top__http_options={"host": host}), port=9)
+    assert config.url == "http://[::1]:9"
 
 
 def test_the_file_in_the_repository_is_valid_but_for_the_model(

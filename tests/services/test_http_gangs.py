@@ -206,6 +206,32 @@ async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> 
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
 
+async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
+    """Its place in the line stays until a thread comes to it; its bytes need not."""
+    lanes, gate, let_go = ReadingLanes(), threading.Event(), threading.Event()
+    waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            let_go.set()
+
+    try:
+        size = LARGE_BODY_BYTES + 1
+        held = [asyncio.ensure_future(lanes.run(bytes(size), waits)) for _ in range(LARGE_AT_ONCE)]
+        leaving = asyncio.ensure_future(lanes.run(Body(size), waits))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        del leaving
+        assert await asyncio.to_thread(let_go.wait, DEADLINE_S)
+        gate.set()
+        assert await asyncio.gather(*held) == [True] * LARGE_AT_ONCE
+    finally:
+        gate.set()
+        lanes.close()
+
+
 async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(reading_lanes, "MAX_LARGE_BYTES", 3 * size)

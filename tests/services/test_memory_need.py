@@ -85,6 +85,16 @@ def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
         preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=24))
 
 
+def test_what_no_freed_memory_could_hold_is_said_before_anything_is_stopped(tmp_path: Path) -> None:
+    preflight.check_memory_at_all(
+        MemoryNeed(ranks=4, weights=60 * GIB), meminfo=meminfo(tmp_path, gib=1)
+    )
+    with pytest.raises(ConfigError, match=r"^this machine has 64\.0 GiB of memory, but 101\."):
+        preflight.check_memory_at_all(
+            MemoryNeed(ranks=4, weights=100 * GIB), meminfo=meminfo(tmp_path, gib=1)
+        )
+
+
 def test_ray_that_runs_is_not_counted_again(tiny_llama: Path) -> None:
     config = settings(tiny_llama)
     assert memory_need(config, ray_runs=True).total < memory_need(config).total

@@ -158,13 +158,13 @@ def test_an_old_application_for_ever_is_a_deadline(
 ) -> None:
     cluster.statuses = [applications(config, "RUNNING", old=True)]
     with pytest.raises(DeadlineExceeded):
-        said_while_waiting(config, head, deadline_s=0.05)
+        said_while_waiting(config, head, deadline_s=1.0)
 
 
 def test_running_is_not_ready(config: DeployConfig, head: RayHead, cluster: Cluster) -> None:
     cluster.statuses, cluster.healthy = [applications(config, "RUNNING")], False
     with pytest.raises(DeadlineExceeded, match="waiting for a decode gang"):
-        said_while_waiting(config, head, deadline_s=0.05)
+        said_while_waiting(config, head, deadline_s=1.0)
 
 
 def test_a_failed_deployment_says_what_its_replicas_raised(
@@ -208,10 +208,21 @@ def test_a_head_that_has_ended_is_said_at_once(config: DeployConfig, head: RayHe
 def test_removing_waits_until_nothing_is_left(
     config: DeployConfig, head: RayHead, cluster: Cluster
 ) -> None:
-    cluster.statuses = [applications(config, "DELETING"), {"applications": {}}]
+    cluster.statuses = [
+        applications(config, "RUNNING"),
+        applications(config, "DELETING"),
+        {"applications": {}},
+    ]
     undeploy(head)
     api = "/api/serve/applications/"
-    assert cluster.asked == [f"PUT {api}", api, api]
+    assert cluster.asked == [api, f"PUT {api}", api, api]
+
+
+def test_nothing_is_removed_where_nothing_runs(head: RayHead, cluster: Cluster) -> None:
+    """The order would start Serve."""
+    cluster.statuses = [{"applications": {}}]
+    undeploy(head)
+    assert cluster.asked == ["/api/serve/applications/"]
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_loopback(
