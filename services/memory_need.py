@@ -13,8 +13,8 @@ from csps.services.settings import Settings
 GIB = 2**30
 RAY_BYTES = 7 * GIB // 8
 """Ray and its dashboard; this and the next two as measured, common pages shared out, rounded up."""
-SHELL_BYTES = 5 * GIB // 8
-"""HTTP proxy, router, configurator and registry."""
+SHELL_BYTES = 3 * GIB // 4
+"""HTTP front, router, configurator and registry."""
 RANK_BYTES = GIB // 4
 """Python and torch of one rank, without what is counted below."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

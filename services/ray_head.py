@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -23,6 +25,8 @@ from typing import Any
 import httpx
 
 from csps.protocols.errors import DeadlineExceeded, FaultError
+from csps.services import http_front
+from csps.services.http_front import front_environment
 
 LOOPBACK = "127.0.0.1"
 STATE_FILE = "ray.json"
@@ -47,6 +51,8 @@ class RayHead:
     """URL of the REST API that deploys applications."""
     token_file: str
     log_file: str
+    front_dir: str
+    """What the HTTP front keeps on disk; in /tmp, because a socket's path must be short."""
 
     @property
     def alive(self) -> bool:
@@ -61,7 +67,7 @@ class RayHead:
         processes of this head are told by the token file in their environment.
         """
         mark = f"{TOKEN_VARIABLE}={self.token_file}".encode()
-        return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in _session(self.pid))
+        return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in session_of(self.pid))
 
     def get(self, path: str, *, timeout_s: float) -> httpx.Response:
         """GET of the dashboard's REST API."""
@@ -102,9 +108,10 @@ class RayHead:
         """
         if grace_s > 0 and self.alive:
             os.kill(self.pid, signal.SIGTERM)
-            _wait(lambda: not _session(self.pid), grace_s)
+            _wait(lambda: not session_of(self.pid), grace_s)
         if not _wait(lambda: _all_killed(self.pid), STOP_DEADLINE_S):
             raise DeadlineExceeded("stopping Ray", STOP_DEADLINE_S)
+        shutil.rmtree(self.front_dir, ignore_errors=True)
 
 
 def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
@@ -118,15 +125,20 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file, log_file = run_dir / "ray-token", run_dir / "ray.log"
     _write_secret(token_file, secrets.token_hex(32))
-    gcs_port, dashboard_port, *other_ports = _free_ports(5)
-    command = _command(gcs_port, dashboard_port, other_ports, num_cpus)
+    gcs_port, dashboard_port, *other_ports = _free_ports(5 + http_front.PORTS)
+    ray_ports, front_ports = other_ports[:3], other_ports[3:]
+    command = _command(gcs_port, dashboard_port, ray_ports, num_cpus)
+    front_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=_environment(str(token_file)),
+            env={
+                **_environment(str(token_file)),
+                **front_environment(Path(front_dir), front_ports, LOOPBACK),
+            },
             start_new_session=True,
         )
     head = RayHead(
@@ -135,6 +147,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
         dashboard=f"http://{LOOPBACK}:{dashboard_port}",
         token_file=str(token_file),
         log_file=str(log_file),
+        front_dir=front_dir,
     )
     # Before anything can go wrong: `csps stop` shall find it whatever happens to this process.
     (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))
@@ -192,13 +205,8 @@ def _environment(token_file: str) -> dict[str, str]:
         "RAY_worker_niceness": "0",
         # Ray replaces a loopback address by that of the network interface, except under this
         # variable, which it has for desktops. All its ports are then bound to loopback
-        # only; those on which Serve replicas listen to the proxy are not, and need the token.
+        # only; those on which Serve replicas listen to each other are not, and need the token.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # The proxy talks to replicas by gRPC: a third less CPU for every streamed token than by
-        # actor calls. Replicas listen for it anyway, behind the token.
-        "RAY_SERVE_PROXY_USE_GRPC": "1",
-        # Its default of 4 MiB would make a longer answer an error.
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
     }
 
 
@@ -255,14 +263,14 @@ def _proc_file(pid: int, name: str) -> bytes:
 
 def _all_killed(session: int) -> bool:
     """Nobody is left; whoever is gets killed, again and again: a raylet replaces its workers."""
-    left = _session(session)
+    left = session_of(session)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return not left
 
 
-def _session(leader: int) -> list[int]:
+def session_of(leader: int) -> list[int]:
     """Processes of the session, zombies excluded."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

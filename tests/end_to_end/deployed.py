@@ -27,7 +27,7 @@ from csps.protocols.schema import unpack
 from csps.services import ray_head
 from csps.services.credentials import SECRET_VARIABLE
 from csps.services.deploy_config import DeployConfig, read_config
-from csps.services.ray_head import RayHead
+from csps.services.ray_head import RayHead, session_of
 from csps.services.serve_command import deploy, wait_ready
 
 SECRET = "known to the tests and the server"
@@ -35,6 +35,7 @@ RPC_DEADLINE_S = 10.0
 DEADLINE_S = 60.0
 POLL_S = 0.05
 MODEL = "tiny"
+LISTENS = "0A"
 
 _VIEW_GANGS = """
 import dataclasses, json, sys
@@ -66,8 +67,8 @@ class Deployed:
         ]
         return [replica for replica in replicas if replica["state"] == "RUNNING"]
 
-    def kill_rank(self, deployment: str, index: int = -1) -> None:
-        """SIGKILL one process of a gang, as soon as Serve knows of one that lives."""
+    def kill_replica(self, deployment: str, index: int = -1) -> None:
+        """SIGKILL one process of a deployment, as soon as Serve knows of one that lives."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             with suppress(IndexError, ProcessLookupError):
@@ -75,6 +76,13 @@ class Deployed:
                 return
             assert time.monotonic() < deadline, f"{deployment} has no running replica"
             time.sleep(POLL_S)
+
+    def listening(self, program: str) -> list[str]:
+        """Where the server's processes of this name listen, in the notation of `/proc/net/tcp`."""
+        pids = [pid for pid in session_of(self.head.pid) if name_of(pid) == program]
+        sockets = {os.readlink(file) for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()}
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return [row[1] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in sockets]
 
     def gauge(self, name: str) -> float:
         """The sum of a metric's series."""
@@ -164,6 +172,10 @@ def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, A
         },
     }
     return {"proxy_location": "HeadOnly", "applications": [application]}
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def _free_port() -> int:

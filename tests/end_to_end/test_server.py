@@ -177,6 +177,13 @@ def test_models_health_and_metrics(server: Deployed, client: openai.OpenAI) -> N
     assert server.gauge("generation_tokens_total") > 0
 
 
+def test_what_is_in_front_listens_on_loopback_only(server: Deployed) -> None:
+    """HTTP and two pages of counters."""
+    addresses = server.listening("haproxy")
+    assert len(addresses) == 3
+    assert {address.partition(":")[0] for address in addresses} == {"0100007F"}
+
+
 def test_one_trace_spans_all_processes(server: Deployed) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {
@@ -276,12 +283,13 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
 GANGS = ["PrefillGang", "DecodeGang"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("gang", GANGS)
 def test_a_rank_killed_while_idle_is_replaced(
-    server: Deployed, client: openai.OpenAI, expected: Expected, gang: str
+    server: Deployed, client: openai.OpenAI, expected: Expected, gang: str, rank: int
 ) -> None:
     prompt = random_tokens(300, seed=1)
-    server.kill_rank(gang)
+    server.kill_replica(gang, rank)
     began = time.monotonic()
     assert ask(client, prompt, 12) == expected(prompt, 12)
     assert time.monotonic() - began < RECOVERY_S
@@ -298,7 +306,7 @@ def test_a_rank_killed_during_prefill_goes_unnoticed(
     asking = threading.Thread(target=lambda: answers.append(ask(client, prompt, 2)))
     asking.start()
     server.wait_gauge("request_queue_time_seconds_count", started + 1)
-    server.kill_rank(gang)
+    server.kill_replica(gang)
     asking.join(DEADLINE_S)
     assert answers == [expected(prompt, 2)]
     server.assert_all_slots_free()
@@ -310,7 +318,7 @@ def test_a_decode_rank_killed_while_streaming_ends_the_stream_with_an_error(
     chunks = stream(client, random_tokens(300, seed=1), 20_000)
     next(chunks)
     next(chunks)
-    server.kill_rank("DecodeGang")
+    server.kill_replica("DecodeGang")
     with pytest.raises(openai.APIError):
         for _ in chunks:
             pass
@@ -327,10 +335,26 @@ def test_a_prefill_rank_killed_while_decoding_goes_unnoticed(
     prompt = random_tokens(300, seed=1)
     chunks = stream(client, prompt, 400)
     text = next(chunks).choices[0].text + next(chunks).choices[0].text
-    server.kill_rank("PrefillGang")
+    server.kill_replica("PrefillGang")
     text += "".join(chunk.choices[0].text for chunk in chunks)
     assert text.startswith(expected(prompt, 12).rstrip("\ufffd"))
     server.wait_ready()
+    server.assert_all_slots_free()
+
+
+def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
+    server: Deployed, client: openai.OpenAI, expected: Expected
+) -> None:
+    chunks = stream(client, random_tokens(300, seed=1), 20_000)
+    next(chunks)
+    server.kill_replica("Router")
+    with pytest.raises((openai.APIError, httpx.TransportError)):
+        for _ in chunks:
+            pass
+    began = time.monotonic()
+    prompt = random_tokens(300, seed=1)
+    assert ask(client, prompt, 12) == expected(prompt, 12)
+    assert time.monotonic() - began < RECOVERY_S
     server.assert_all_slots_free()
 
 
