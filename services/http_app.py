@@ -200,7 +200,7 @@ async def _settled(future: asyncio.Future[Piece], seconds: float) -> None:
 def request_id_of(request: Request) -> str:
     """The client's `x-request-id` if it is fit to be logged, otherwise a fresh one.
 
-    Serve's proxy echoes the header in the answer, and makes one up where there is none.
+    Serve echoes the header in the answer, and makes one up where there is none.
     """
     given = request.headers.get("x-request-id", "")
     return given if _SAFE_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

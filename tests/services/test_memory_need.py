@@ -80,7 +80,7 @@ def test_the_default_server_fits_into_4_gib(tmp_path: Path) -> None:
 def test_an_8b_model_in_fp32_does_not_fit_into_24_gib(tmp_path: Path) -> None:
     """Four ranks of it were let through once, to be killed while they loaded."""
     need = MemoryNeed(ranks=4, weights=4 * 8_030_261_248 * 4)
-    expected = r"^24\.0 GiB of memory are available, but 121\.3 GiB are needed \(.*weights 119\.7"
+    expected = r"^24\.0 GiB of memory are available, but 121\.4 GiB are needed \(.*weights 119\.7"
     with pytest.raises(ConfigError, match=expected):
         preflight.check_memory(need, meminfo=meminfo(tmp_path, gib=24))
 
