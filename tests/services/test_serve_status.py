@@ -102,7 +102,7 @@ def head(server: ThreadingHTTPServer, tmp_path: Path) -> Head:
         dashboard=f"http://127.0.0.1:{server.server_address[1]}",
         token_file=str(tmp_path / "token"),
         log_file="",
-        front_dir=str(tmp_path / "front"),
+        socket_dir=str(tmp_path / "front"),
     )
 
 
