@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from csps.configurator.csa_limits import ordered_topology
+from csps.protocols.near_places import near_places
 from csps.protocols.plans import PlanRequest
 from csps.protocols.topology import Topology
 
@@ -19,11 +20,14 @@ class PartitionSizes:
     """Longest prompt that runs on one instance whatever `spt_tokens` says."""
 
     def expected(self, request: PlanRequest) -> Topology:
-        """Where the prompt's instances would stand if all of them were idle: as many neighbours
-        as SPTs. There must be a gang."""
-        gang, tokens = ordered_topology(request), request.prompt_tokens
+        """Where the prompt's instances would stand if all of them were idle and had room for an
+        SPT: as many as there are SPTs, near each other as the policy chooses them. There must be a
+        gang."""
+        gang, tokens = ordered_topology(request).locations, request.prompt_tokens
         wanted = 1 if tokens <= self.short_tokens else -(-tokens // self.spt_tokens)
-        return gang.subset(range(min(wanted, len(gang.locations))))
+        group = near_places(dict.fromkeys(gang, 1), min(wanted, len(gang)))
+        assert group is not None, "every place has room"
+        return Topology(tuple(sorted(group)))
 
 
 def even_spts(tokens: int, members: int) -> list[int]:

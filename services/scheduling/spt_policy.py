@@ -25,6 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from csps.protocols.near_places import near_places
 from csps.services.scheduling.decode_placement import DecodeRules, place_decode
 from csps.services.scheduling.policy import DecodePlacement, JobDecision, JobMember
 from csps.services.scheduling.shares import bounds_of, level_shares
@@ -184,20 +185,23 @@ class _Round:
     def _group(self, candidates: list[PrefillInstance], tokens: int) -> dict[int, int] | None:
         """The smallest group whose SPTs hold the prompt: most tokens of each, in topology order.
 
-        Instances with the most free slots first. A prompt longer than an SPT on every instance of
-        the gang takes all of them, with longer SPTs.
+        On as few servers as have room, there the instances with the most free slots first. A prompt
+        longer than an SPT on every instance of the gang takes all of them, with longer SPTs.
         """
+        # Of several such servers the one whose instances have the least to finish, not the one with
+        # more that have room: they have it long before their jobs end, and all wait for the last.
         freest = sorted(
             candidates,
             key=lambda it: (-it.free_slots, it.outstanding_tokens, topology_order(it.location)),
         )
-        for count in range(1, len(freest) + 1):
-            group = sorted(freest[:count], key=lambda it: topology_order(it.location))
-            spt = self._rules.spt_tokens if count < len(self._prefill) else tokens
-            room = {it.instance: min(spt, it.free_slots) for it in group}
-            if sum(room.values()) >= tokens:
-                return room
-        return None
+        spt = self._rules.spt_tokens
+        by_place = {topology_order(it.location): it for it in freest}
+        near = near_places({at: min(spt, it.free_slots) for at, it in by_place.items()}, tokens)
+        group = [by_place[at] for at in sorted(by_place if near is None else near)]
+        if len(group) == len(self._prefill):
+            spt = tokens
+        room = {it.instance: min(spt, it.free_slots) for it in group}
+        return room if sum(room.values()) >= tokens else None
 
     def _fillers(self, first: WaitingRequest, room: dict[int, int]) -> list[JobMember]:
         """Younger prompts for the slack of the last SPT, if they would otherwise wait."""

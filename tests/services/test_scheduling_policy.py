@@ -9,7 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from csps.configurator.expected_group import PartitionSizes
 from csps.protocols.csa_template import CsaTemplate
+from csps.protocols.plans import PlanRequest
+from csps.protocols.topology import Location
 from csps.services.scheduling.decode_load import DecodeLoad
 from csps.services.scheduling.decode_placement import DecodeRules, place_decode
 from csps.services.scheduling.policy import JobDecision
@@ -40,6 +43,14 @@ def prefill(instance: int, free: int = 10_000, **options: object) -> PrefillInst
     return PrefillInstance(instance=instance, location=location, free_slots=free, **options)  # type: ignore[arg-type]
 
 
+def standing_at(places: list[str], free: list[int] | None = None) -> list[PrefillInstance]:
+    slots = free or [10_000] * len(places)
+    return [
+        replace(prefill(instance, slots[instance]), location=place)
+        for instance, place in enumerate(places)
+    ]
+
+
 def decode(instance: int, free: int = 50_000, requests: int = 0) -> DecodeInstance:
     location = f"0-1-{instance}"
     return DecodeInstance(instance=instance, location=location, free_slots=free, requests=requests)
@@ -68,7 +79,9 @@ LONG_JOBS = st.lists(
 STATES = st.builds(
     lambda requests, prefills, decodes: ClusterState(
         waiting=tuple(replace(r, number=n) for n, r in enumerate(requests)),
-        prefill=tuple(replace(p, instance=n, location=f"0-0-{n}") for n, p in enumerate(prefills)),
+        prefill=tuple(
+            replace(p, instance=n, location=f"0-{n // 2}-{n}") for n, p in enumerate(prefills)
+        ),
         decode=tuple(replace(d, instance=n, location=f"0-1-{n}") for n, d in enumerate(decodes)),
     ),
     st.lists(
@@ -199,7 +212,7 @@ class World:
 
     def __init__(self, prefill: tuple[int, ...], decode: tuple[int, ...]) -> None:
         self.queue = WaitingQueue()
-        self.prefill = PrefillLoad(prefill, [f"0-0-{i}" for i in range(len(prefill))])
+        self.prefill = PrefillLoad(prefill, [f"0-{i // 2}-{i}" for i in range(len(prefill))])
         self.decode = DecodeLoad(decode, [f"0-1-{i}" for i in range(len(decode))])
         self.jobs: dict[int, JobDecision] = {}
         self.answers: dict[int, list[int]] = {}
@@ -275,6 +288,25 @@ def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None
     assert passed * 140 <= 2600 + 140
 
 
+@given(
+    st.lists(
+        st.builds(Location, *[st.integers(0, last) for last in (1, 1, 3)]),
+        min_size=1,
+        max_size=8,
+        unique=True,
+    ),
+    st.integers(1, 9000),
+)
+def test_an_idle_gang_takes_the_group_that_plans_are_made_for(
+    places: list[Location], tokens: int
+) -> None:
+    ids = [str(place) for place in places]
+    (job,) = POLICY.decide(state([waiting(1, tokens)], standing_at(ids)))
+    sizes = PartitionSizes(spt_tokens=RULES.spt_tokens, short_tokens=RULES.short_tokens)
+    expected = sizes.expected(PlanRequest(prompt_tokens=tokens, locations=tuple(ids)))
+    assert tuple(places[instance] for instance in job.group) == expected.locations
+
+
 # --- plain cases -------------------------------------------------------------------------------
 
 
@@ -298,6 +330,50 @@ def test_the_freest_instances_in_topology_order() -> None:
     prefills = [prefill(0, 800), prefill(1, 2000), prefill(2, 900), prefill(3, 3000)]
     (job,) = POLICY.decide(state([waiting(1, 1500)], prefills))
     assert job.group == (1, 3)
+
+
+TWO_SERVERS = ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
+
+
+@pytest.mark.parametrize(
+    ("free", "prompt", "group"),
+    [
+        ([10_000, 9_000, 10_000, 9_000], 1500, (0, 1)),
+        ([10_000, 900, 1_000, 1_000], 1950, (2, 3)),
+        ([10_000, 6_000, 9_000, 9_000], 1500, (2, 3)),
+        ([10_000, 8_000, 9_000, 9_000], 1000, (0,)),
+    ],
+)
+def test_a_server_that_has_room_is_enough(
+    free: list[int], prompt: int, group: tuple[int, ...]
+) -> None:
+    (job,) = POLICY.decide(state([waiting(1, prompt)], standing_at(TWO_SERVERS, free)))
+    assert job.group == group
+
+
+def test_a_server_whose_instances_have_enough_to_do_has_no_room() -> None:
+    full = (LongJob(tokens=900, overtaken_tokens=0),) * 2
+    first, *others = standing_at(TWO_SERVERS, [10_000, 9_000, 8_000, 7_000])
+    (job,) = POLICY.decide(state([waiting(1, 1500)], [replace(first, long_jobs=full), *others]))
+    assert job.group == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "group"), [(2000, (3, 4)), (2500, (0, 1, 2)), (3500, (0, 1, 3, 4))]
+)
+def test_what_no_server_holds_goes_to_the_nearest_too(prompt: int, group: tuple[int, ...]) -> None:
+    """The other rack's server, although it is freer, only when there is no room in one rack."""
+    places = ["0-0-0", "0-0-1", "0-1-0", "1-0-0", "1-0-1"]
+    prefills = standing_at(places, [3000, 3000, 3000, 4000, 4000])
+    (job,) = POLICY.decide(state([waiting(1, prompt)], prefills))
+    assert job.group == group
+
+
+def test_of_several_servers_the_first_is_filled_before_the_next_begins() -> None:
+    places = ["0-0-0", "0-0-1", "0-1-0", "0-1-1", "0-1-2"]
+    prefills = standing_at(places, [4000, 4000, 3000, 3000, 3000])
+    (job,) = POLICY.decide(state([waiting(1, 4000)], prefills))
+    assert job.group == (0, 2, 3, 4)
 
 
 def test_slack_of_the_last_spt_is_filled_with_those_who_would_wait() -> None:
