@@ -71,7 +71,10 @@ class Topology:
         taken: dict[Location, int] = {}
         for place, location in enumerate(self.locations):
             if (other := taken.setdefault(location, place)) != place:
-                raise ConfigError(f"topology puts both {other} and {place} at {location}")
+                raise ConfigError(
+                    f"topology puts both {other} and {place} at {location}; allowed is one rank "
+                    "per place"
+                )
 
     @classmethod
     def of(cls, ids: Sequence[str]) -> Topology:

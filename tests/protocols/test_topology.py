@@ -74,7 +74,7 @@ def test_levels_beyond_the_topology_are_refused(ids: list[str], levels: int) -> 
     [
         (["0-0-0", "0-0-1"], 1, "2 locations for a gang of 4 ranks; allowed is one"),
         (["0-0-0", "0-0-1", "0-0-2", "0-0-3", "0-0-4"], 1, "5 locations for a gang of 4 ranks"),
-        (["0-0-0", "0-0-1", "0-0-0", "0-0-3"], 1, "puts both 0 and 2 at 0-0-0"),
+        (["0-0-0", "0-0-1", "0-0-0", "0-0-3"], 1, "puts both 0 and 2 at 0-0-0; allowed is one"),
         (["0-0-0", "0-0-1", "0-0-2", "0-0-x"], 1, "'0-0-x' is not a Rack-Server-GPU id"),
         (["0-0-0", "0-0-1", "0-1-0", "0-2-0"], 2, "rank 2 is at 0-1-0 and rank 3 at 0-2-0"),
         (["0-0-0", "1-0-0", "1-0-1", "1-0-2"], 2, "ranks 0 to 1 are one instance, but rank 0"),

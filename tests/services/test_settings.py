@@ -24,7 +24,10 @@ from csps.services.settings import Settings
         ({"telemetry": {"timeline_sample": -1}}, "telemetry.timeline_sample: Input should"),
         ({"topology": {"prefill": ["0-0-0"]}}, "1 locations for a gang of 2 ranks; allowed is one"),
         ({"topology": {"decode": ["0-0-0"] * 3}}, "topology.decode: 3 locations for a gang of 2"),
-        ({"topology": {"prefill": ["0-0-0", "0-0-0"]}}, "puts both 0 and 1 at 0-0-0"),
+        (
+            {"topology": {"prefill": ["0-0-0", "0-0-0"]}},
+            "topology puts both 0 and 1 at 0-0-0; allowed is one rank per place",
+        ),
         ({"topology": {"prefill": ["here", "0-0-0"]}}, "topology.prefill: 'here' is not a Rack-"),
         ({"topology": {"prefill": ["0-11-010", "0-11-10"]}}, "'0-11-010' is not a Rack-Server-GPU"),
         (
