@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from strategy_gangs import Gangs, check_scattered_history, started_once
+from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
 from strategy_ranks import job_of
 
+from csps.actors.engine import Engine
 from csps.actors.job_clock import JobClock
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.gathered_weights import GatheredWeights
+from csps.actors.strategies.group import SpGroup
+from csps.actors.timeline import Timeline
 from csps.actors.transfers import Transfers
 
 MODELS = ("gqa", "mqa", "biased", "qk-norm")
@@ -62,3 +65,21 @@ def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
     check_scattered_history(gangs("gqa", 2, tp), GatheredWeights)
+
+
+@pytest.mark.parametrize(("instances", "tp"), [(1, 2), (2, 2)])
+def test_weights_travel_while_the_layer_before_computes(
+    gangs: Gangs, instances: int, tp: int
+) -> None:
+    def noted(group: SpGroup, engine: Engine) -> GatheredWeights:
+        group.clock.timeline = Timeline(on=True)
+        return GatheredWeights(group, engine)
+
+    job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
+    for result in gangs("gqa", instances, tp).run(job, noted):
+        events = result.clock.timeline.events
+        gathers = {e.layer: e.start_ns for e in events if e.name == "all-gather"}
+        # Nothing is fetched ahead for the last layer, which a rank computes without a strategy.
+        for layer in range(LAYERS - 2):
+            attentions = [e for e in events if (e.name, e.layer) == ("attention", layer)]
+            assert gathers[layer + 1] < min(e.end_ns for e in attentions)
