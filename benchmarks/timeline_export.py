@@ -2,7 +2,7 @@
 
     python benchmarks/timeline_export.py run/traces/*.jsonl --out timeline.json [--trace ID]
 
-A rank is a process with a row for computing and one for each kind of transfer; each other service
+A rank is a process with a row for computing and rows for each kind of transfer; each other service
 (router, configurator) is a process below them. Without `--trace` it is the latest trace that has
 phases of a prefill.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from csps.actors.timeline import Event, chrome_trace
+from csps.actors.timeline import Event, Slice, chrome_trace, process_trace
 from csps.actors.timeline_export import CPU_NS, LAYER, LEVEL, MICRO, PHASE, RANK
 
 SERVICES_FROM = 100_000
@@ -107,29 +107,21 @@ def trace_events(records: Sequence[Record]) -> list[dict[str, Any]]:
         event for rank, phases in timelines(records).items()
         for event in chrome_trace(phases, rank=rank)
     ]  # fmt: skip
-    services: dict[str, int] = {}
+    services: dict[str, list[Slice]] = defaultdict(list)
     for record in records:
         if not is_phase(record):
-            events += _service_events(record, services)
+            name = str(record["attributes"].get("service.name", "unnamed service"))
+            services[name].append(_slice(record, name))
+    for pid, (name, slices) in enumerate(services.items(), SERVICES_FROM):
+        events += process_trace(slices, pid=pid, name=name)
     return events
 
 
-def _service_events(record: Record, services: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """A span of a service, and the service's name when it is the first one."""
-    name = str(record["attributes"].get("service.name", "unnamed service"))
-    if name not in services:
-        services[name] = SERVICES_FROM + len(services)
-        arguments = {"name": name}
-        yield {"ph": "M", "name": "process_name", "pid": services[name], "args": arguments}
-    yield {
-        "ph": "X",
-        "name": record["name"],
-        "pid": services[name],
-        "tid": record["attributes"].get(RANK, 0),
-        "ts": record["start_ns"] / 1000,
-        "dur": (record["end_ns"] - record["start_ns"]) / 1000,
-        "args": record["attributes"],
-    }
+def _slice(record: Record, service: str) -> Slice:
+    """A span of a service, in the row of its rank if it has one."""
+    attributes = record["attributes"]
+    row = f"rank {attributes[RANK]}" if RANK in attributes else service
+    return Slice(row, record["name"], record["start_ns"], record["end_ns"], attributes)
 
 
 if __name__ == "__main__":

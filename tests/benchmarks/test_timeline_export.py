@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from perfetto_rows import by_row, crossings
 
 from csps.actors import timeline_export as engine_export
 from csps.actors.job_clock import JobClock
@@ -150,6 +151,31 @@ def test_the_file_is_a_chrome_trace_of_both_ranks(
     assert by_name["attention"]["tid"] == by_name["wait"]["tid"]
     named = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"rank 0", "rank 1"} <= named
+
+
+def test_spans_of_a_service_that_cross_are_on_several_rows() -> None:
+    spans = {
+        "request": (0, 9),
+        "queue": (0, 2),
+        "prefill": (2, 6),
+        "attach": (4, 8),
+        "last": (9, 10),
+    }
+    records: list[timeline_export.Record] = [
+        {
+            "name": name,
+            "start_ns": begin * MS,
+            "end_ns": end * MS,
+            "attributes": {"service.name": "router"},
+        }
+        for name, (begin, end) in spans.items()
+    ]
+    trace = timeline_export.trace_events(records)
+    assert crossings(trace) == []
+    assert {row: [it["name"] for it in its] for row, its in by_row(trace).items()} == {
+        ("router", "router"): ["request", "queue", "prefill", "last"],
+        ("router", "router 2"): ["attach"],
+    }
 
 
 def test_a_trace_without_phases_is_no_timeline() -> None:

@@ -11,12 +11,13 @@ from itertools import pairwise
 
 import pytest
 from csa_jobs import DIM, CsaCase, on_ranks
+from perfetto_rows import crossings
 from rank_world import RankWorld
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Exchange, Mesh, Tag
-from csps.actors.timeline import TRANSFERS, Timeline
+from csps.actors.timeline import TRANSFERS, Timeline, chrome_trace
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
 
 SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
@@ -116,6 +117,17 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
         assert all(event.start_ns <= event.end_ns for event in clock.timeline.events)
         assert clock.exchange_s > 0
         assert (clock.hidden == 0) or pipelined
+
+
+def test_every_exchange_of_a_pipelined_job_can_be_drawn(world: RankWorld) -> None:
+    """Exchanges of a kind are under way together, and end one after the other."""
+    case = two_servers(((0.5,), (0.75,)), micro=3)
+    clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
+    on_ranks(world, case, clocks)
+    for rank, clock in clocks.items():
+        trace = chrome_trace(clock.timeline.events, rank=rank)
+        assert crossings(trace) == []
+        assert sum(it["ph"] == "X" for it in trace) == len(clock.timeline.events)
 
 
 def first_messages(

@@ -1,0 +1,42 @@
+"""What Perfetto draws on one row: slices one after the other, or one inside another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+Event = dict[str, Any]
+
+
+def by_row(trace: Iterable[Event]) -> dict[tuple[str, str], list[Event]]:
+    """Slices by the names of their process and row."""
+    trace = list(trace)
+    names = {
+        (it["name"], it["pid"], it["tid"]): it["args"]["name"] for it in trace if it["ph"] == "M"
+    }
+    processes = {pid: name for (kind, pid, _), name in names.items() if kind == "process_name"}
+    rows: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for it in trace:
+        if it["ph"] == "X":
+            rows[processes[it["pid"]], names["thread_name", it["pid"], it["tid"]]].append(it)
+    return dict(rows)
+
+
+def crossings(trace: Iterable[Event]) -> list[tuple[Event, Event]]:
+    """Pairs on one row of which each has time that the other has not, and time in common."""
+    return [
+        (one, other)
+        for slices in by_row(trace).values()
+        for one, other in combinations(slices, 2)
+        if _cross(*_span(one), *_span(other)) or _cross(*_span(other), *_span(one))
+    ]
+
+
+def _cross(begin: float, end: float, later_begin: float, later_end: float) -> bool:
+    return begin < later_begin < end < later_end
+
+
+def _span(it: Event) -> tuple[float, float]:
+    return it["ts"], it["ts"] + it["dur"]
