@@ -1,9 +1,11 @@
-"""Exact requests on a tensor-parallel gang, over HTTP: the strategy that the deployed configurator
-chooses for each runs on real ranks, says what transformers says, and is named with its reason."""
+"""Requests on a tensor-parallel gang, over HTTP: the strategy that the deployed configurator
+chooses for each runs on real ranks, says what transformers says, and is named with its reason;
+sparse attention runs as asked, and sends less."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from greedy_reference import greedy_tokens
 from http_over_ranks import Served, served
 from tiny_checkpoints import make_checkpoint
 
+from csps.configurator.csa_traffic import csa_traffic
 from csps.configurator.shapes import GroupShape
 from csps.configurator.traffic import gathered_weights_traffic
 from csps.models.tokenizer import Tokenizer
+from csps.protocols.csa import CsaPlan
 from csps.protocols.plans import Plan, PlanRequest
 from csps.services.configurator import attention_shape, make_configurator
 from csps.services.planning import Planner
@@ -24,6 +28,7 @@ from csps.services.settings import PrefillSettings, Settings, TopologySettings
 
 TOKENS = 4
 SPT, SHORT = 512, 32
+FP32 = 4
 
 NARROW: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 4}
 """Two instances of two ranks pay for 2 x 20480 weights from 853 tokens on: that many heads' rows
@@ -40,6 +45,12 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("wide"), num_hidden_layers=3, **WIDE)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three layers that may drop, between two that may not."""
+    return make_checkpoint(tmp_path_factory.mktemp("deep"), num_hidden_layers=5, **NARROW)
 
 
 def planner(model: Path, *, link_ratio: float = 1.0) -> Planner:
@@ -70,10 +81,10 @@ def prompt_of(length: int) -> list[int]:
     return [(7 * length + place * place) % 251 for place in range(length)]
 
 
-async def ask(server: Served, length: int) -> dict[str, Any]:
+async def ask(server: Served, length: int, **options: Any) -> dict[str, Any]:
     body = {
         "model": "tiny", "prompt": prompt_of(length), "max_tokens": TOKENS, "temperature": 0,
-        "ignore_eos": True, "csps": {"explain": True},
+        "ignore_eos": True, "csps": {"explain": True, **options},
     }  # fmt: skip
     answer: httpx.Response = await server.client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
@@ -81,13 +92,56 @@ async def ask(server: Served, length: int) -> dict[str, Any]:
     return told
 
 
+def bytes_between_ranks(server: Served) -> int:
+    """Of prefill so far, without the sums over instances."""
+    return sum(sum(rank.engine.mesh.bytes_sent) for rank in server.gangs[0].ranks)
+
+
+def said_by_transformers(model: Path, length: int) -> str:
+    return Tokenizer(model).decode(greedy_tokens(model, prompt_of(length), TOKENS))
+
+
 def check(told: dict[str, Any], model: Path, length: int, strategy: str) -> None:
     plan = told["csps"]["plan"]
     assert (plan["attention"], plan["strategy"]) == ("exact", strategy)
     assert f"'{strategy}', because nothing moves less" in plan["reason"]
-    expected = greedy_tokens(model, prompt_of(length), TOKENS)
     assert told["usage"]["completion_tokens"] == TOKENS
-    assert told["choices"][0]["text"] == Tokenizer(model).decode(expected)
+    assert told["choices"][0]["text"] == said_by_transformers(model, length)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """An answer, and what its prefill's ranks sent each other."""
+
+    told: dict[str, Any]
+    sent: int
+
+
+async def sparsely(server: Served, length: int, ratio: float) -> Sparse:
+    """By the plan as asked."""
+    before = bytes_between_ranks(server)
+    told = await ask(
+        server, length, attention="csa", strategy="ntp", levels=2, drop_ratio=ratio,
+        micro_partitions=[3, 2],
+    )  # fmt: skip
+    await server.settled()
+    assert told["usage"]["completion_tokens"] == TOKENS
+    plan = told["csps"]["plan"]
+    assert (plan["attention"], plan["strategy"]) == ("csa", "csa")
+    assert plan["predicted_accuracy_loss"] == (None if ratio else 0.0)
+    assert (plan["csa"]["locations"], plan["csa"]["levels"]) == (["0-0-0", "0-1-2"], 2)
+    assert plan["csa"]["layer_groups"] == [
+        {"first": 0, "stop": 5, "drop_ratios": [[ratio]], "micro_partitions": [3, 2]}
+    ]
+    return Sparse(told, bytes_between_ranks(server) - before)
+
+
+def counted_bytes(model: Path, length: int, ratio: float) -> float:
+    """Bytes by the configurator's formula, all layers that exchange together."""
+    shape = attention_shape(Settings(model=str(model)))
+    plan = CsaPlan.uniform(["0-0-0", "0-1-2"], levels=2, layers=shape.layers, drop_ratio=ratio)
+    traffic = csa_traffic(shape, plan, tp=2, spts=[length // 2] * 2)
+    return traffic.cost(1.0) * (shape.layers - 1) * FP32
 
 
 async def test_each_prompt_runs_by_what_moves_least(narrow: Path) -> None:
@@ -121,6 +175,17 @@ async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     async with deployed(narrow) as server:
         check(await ask(server, 900), narrow, 900, "gathered_weights")
         await server.settled()
-        sent = sum(sum(rank.engine.mesh.bytes_sent) for rank in server.gangs[0].ranks)
-    layers, fp32 = shape.layers - 1, 4
-    assert sent == pytest.approx(counted * layers * fp32, rel=0.01)
+        sent = bytes_between_ranks(server)
+    assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)
+
+
+async def test_what_is_dropped_is_not_sent(deep: Path) -> None:
+    """On two servers, in three of five layers; all else is the same at any ratio."""
+    length = 900
+    async with deployed(deep, servers=2) as server:
+        exact = await sparsely(server, length, 0.0)
+        assert exact.told["choices"][0]["text"] == said_by_transformers(deep, length)
+        sparse = await sparsely(server, length, 0.5)
+    by_formula = counted_bytes(deep, length, 0.0) - counted_bytes(deep, length, 0.5)
+    assert sparse.sent < exact.sent
+    assert exact.sent - sparse.sent == by_formula
