@@ -1,9 +1,10 @@
-"""Bytes on the wire of exact strategies, against the formulas by which the configurator chooses."""
+"""Bytes on the wire of each strategy, against the formulas by which the configurator chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
+from csps.actors.csa.schedule import DropSchedule
+from csps.actors.csa.strategy import Csa
 from csps.actors.engine import Engine
 from csps.actors.mesh import InstanceGroup
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.ulysses import Ulysses
+from csps.configurator.csa_traffic import csa_traffic
 from csps.configurator.shapes import AttentionShape, GroupShape
 from csps.configurator.traffic import (
     Traffic,
@@ -24,12 +28,14 @@ from csps.configurator.traffic import (
     sp_tp_traffic,
     ulysses_traffic,
 )
-from csps.protocols.csa import CsaPlan
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.topology import Topology
 
 LAYERS, TOKENS, FP32 = 2, 48, 4
 GANGS = {
     "4x1": (4, 1, 8, 4),
     "2x2": (2, 2, 8, 4),
+    "4x2": (4, 2, 8, 4),
     "1x4": (1, 4, 8, 4),
     "4x1, KV head of two members": (4, 1, 8, 2),
     "2x2, KV head of two ranks": (2, 2, 8, 1),
@@ -109,12 +115,16 @@ def measured(gang: StrategyRanks, make: MakeStrategy) -> Traffic:
     return total
 
 
+def locations_of(group: GroupShape) -> list[str]:
+    return [f"0-{server}-{index}" for index, server in enumerate(group.servers)]
+
+
 @pytest.mark.parametrize("hierarchical", [True, False])
 @pytest.mark.parametrize("micro_partitions", [1, 3])
 def test_sp_tp(gang: StrategyRanks, hierarchical: bool, micro_partitions: int) -> None:
     group = group_of(gang)
     plan = CsaPlan.uniform(
-        [f"0-{server}-{index}" for index, server in enumerate(group.servers)],
+        locations_of(group),
         levels=1,
         layers=LAYERS,
         micro_partitions=micro_partitions,
@@ -138,3 +148,39 @@ def test_ulysses(gang: StrategyRanks) -> None:
 def test_gathered_weights(gang: StrategyRanks) -> None:
     expected = gathered_weights_traffic(shape_of(gang), group_of(gang), TOKENS)
     assert measured(gang, GatheredWeights) == expected
+
+
+def csa_plan(shape: AttentionShape, group: GroupShape, window: int) -> CsaPlan:
+    """As many levels as there are, and no KV head that keeps as much as another."""
+    levels = len(Topology.of(locations_of(group)).granularities)
+    by_head = [
+        halving(head / (1 + shape.kv_heads), levels) for head in range(1, 1 + shape.kv_heads)
+    ]
+    ratios = tuple(tuple(of_head for (of_head,) in level) for level in zip(*by_head, strict=True))
+    return CsaPlan(
+        locations=tuple(locations_of(group)),
+        levels=levels,
+        layer_groups=(LayerGroup(first=0, stop=shape.layers, drop_ratios=ratios),),
+        importance_window=window,
+        sinks=1,
+        tail=3,
+    )
+
+
+@pytest.mark.parametrize("window", [ALL_QUERIES, 16])
+def test_csa(gang: StrategyRanks, window: int) -> None:
+    """The first layer judges for the second, which drops; one more that is not run is the last."""
+    group, shape = group_of(gang), replace(shape_of(gang), layers=LAYERS + 1)
+    plan = csa_plan(shape, group, window)
+
+    def csa(members: SpGroup, engine: Engine) -> Csa:
+        schedule = DropSchedule(
+            plan=plan,
+            layers=shape.layers,
+            kv_heads=engine.kv_heads,
+            total_kv_heads=shape.kv_heads,
+        )
+        return Csa(members, schedule, heads=engine.heads, scale=engine.spec.scale)
+
+    spts = [TOKENS // group.instances] * group.instances
+    assert measured(gang, csa) == csa_traffic(shape, plan, tp=group.tp, spts=spts)
