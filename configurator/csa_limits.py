@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.csa import ALL_QUERIES
 from csps.protocols.csa_template import CsaVariant
 from csps.protocols.errors import ConfigError, InvalidRequest
@@ -24,18 +25,27 @@ def check_csa(request: PlanRequest) -> None:
     _check_strategy(request)
 
 
-def check_layers(request: PlanRequest, layers: int) -> None:
-    """Refuse more drop ratios than the model has layers.
+def check_model(request: PlanRequest, shape: AttentionShape) -> None:
+    """Refuse numbers for other layers and KV heads than the model's.
 
     Raises:
-        InvalidRequest: so many were asked for.
+        InvalidRequest: such were asked for.
     """
-    if (ratios := request.csa.drop_ratios) is not None and len(ratios) > layers:
-        raise InvalidRequest(
-            f"csps.drop_ratio: must be at most {layers} by layer, as the model has no more, "
-            f"not {len(ratios)}",
-            param="csps.drop_ratio",
-        )
+    ratios, micro_partitions = request.csa.drop_ratios or (), request.csa.micro_partitions or ()
+    for name, numbers in (("drop_ratio", ratios), ("micro_partitions", micro_partitions)):
+        if len(numbers) > shape.layers:
+            raise InvalidRequest(
+                f"csps.{name}: must be at most {shape.layers} by layer, as the model has no more, "
+                f"not {len(numbers)}",
+                param=f"csps.{name}",
+            )
+    for of_heads in ratios:
+        if len(of_heads) not in (1, shape.kv_heads):
+            raise InvalidRequest(
+                f"csps.drop_ratio: must be one a layer, or {shape.kv_heads}, one per KV head of "
+                f"the model, not {len(of_heads)}",
+                param="csps.drop_ratio",
+            )
 
 
 def ntp_only(variant: CsaVariant) -> str | None:
@@ -66,20 +76,20 @@ def _check_levels(request: PlanRequest) -> None:
 
 
 def _check_micro_partitions(request: PlanRequest) -> None:
-    counts, tokens = request.csa.micro_partitions or (), request.prompt_tokens
-    for count in counts:
-        if count > tokens:
-            raise InvalidRequest(
-                f"csps.micro_partitions: must be 1 to {tokens}, the tokens of the prompt, "
-                f"not {count}",
-                param="csps.micro_partitions",
-            )
+    if not (by_layer := request.csa.micro_partitions):
+        return
+    tokens, most = request.prompt_tokens, max(map(max, by_layer))
+    if most > tokens:
+        raise InvalidRequest(
+            f"csps.micro_partitions: must be 1 to {tokens}, the tokens of the prompt, not {most}",
+            param="csps.micro_partitions",
+        )
     if request.csa.levels is None and request.locations:
-        levels = len(ordered_topology(request).granularities)
-        if len(counts) > levels:
+        levels, longest = len(ordered_topology(request).granularities), max(map(len, by_layer))
+        if longest > levels:
             raise InvalidRequest(
                 f"csps.micro_partitions: must be at most {levels} by level, which is all that the "
-                f"gang's locations tell apart, not {len(counts)}",
+                f"gang's locations tell apart, not {longest}",
                 param="csps.micro_partitions",
             )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from csps.configurator.csa_limits import check_csa, check_layers, ntp_only, ordered_topology
+from csps.configurator.csa_limits import check_csa, check_model, ntp_only, ordered_topology
 from csps.configurator.expected_group import PartitionSizes, even_spts
 from csps.configurator.shapes import AttentionShape, GroupShape
 from csps.configurator.strategy_choice import Strategy, exact_options, least, sparse_options
@@ -58,7 +58,7 @@ class RuleConfigurator:
         """
         check_csa(request)
         if request.attention == "csa":
-            check_layers(request, self._shape.layers)
+            check_model(request, self._shape)
             return self._sparse(request)
         return self._exact(request)
 
@@ -130,15 +130,16 @@ class RuleConfigurator:
 
 def _where_it_stands() -> CsaTemplate:
     """Exact attention, with the locations that hierarchical collectives go by."""
-    return CsaTemplate(levels=1, micro_partitions=(MICRO_PARTITIONS,))
+    return CsaTemplate(levels=1, micro_partitions=((MICRO_PARTITIONS,),))
 
 
 def _template(request: PlanRequest) -> CsaTemplate:
     asked = request.csa
     return CsaTemplate(
         levels=asked.levels if asked.levels is not None else _all_levels(request),
-        drop_ratios=asked.drop_ratios or (0.0,),
-        micro_partitions=asked.micro_partitions or (min(MICRO_PARTITIONS, request.prompt_tokens),),
+        drop_ratios=asked.drop_ratios or ((0.0,),),
+        micro_partitions=asked.micro_partitions
+        or ((min(MICRO_PARTITIONS, request.prompt_tokens),),),
         variant=asked.variant,
     )
 

@@ -22,16 +22,23 @@ Ratios = tuple[tuple[float, ...], ...]
 """Drop ratios of levels 2, 3, …; of each one for all KV heads, or one per KV head."""
 
 
-def halving(drop_ratio: float, levels: int) -> Ratios:
+def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
     """Ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
 
     The paper prints 1-p = (1-p')/2^n, which would keep more of what is farther away; its text
     wants the opposite. A ratio of 0 drops nothing at any level: it asks for exact attention, and
     not for half of level 3.
+
+    Args:
+        drop_ratio: of level 2, for all KV heads or of each one.
     """
-    _check_ratio(drop_ratio)
-    keep = 1.0 - drop_ratio
-    return tuple((1.0 - keep / 2**n if drop_ratio else 0.0,) for n in range(levels - 1))
+    by_head = drop_ratio if isinstance(drop_ratio, Sequence) else (drop_ratio,)
+    for ratio in by_head:
+        _check_ratio(ratio)
+    return tuple(
+        tuple(1.0 - (1.0 - ratio) / 2**n if ratio else 0.0 for ratio in by_head)
+        for n in range(levels - 1)
+    )
 
 
 def kept_tokens(tokens: int, drop_ratio: float, always: int = 0) -> int:

@@ -42,26 +42,27 @@ class CsaTemplate:
 
     levels: int
     """Most levels (N_v); a group that tells fewer apart has fewer."""
-    drop_ratios: tuple[float, ...] = (0.0,)
-    """p of level 2 by layer, in [0, 1), the last one for all further layers; each farther level
-    keeps half of what the nearer one does."""
-    micro_partitions: tuple[int, ...] = (1,)
-    """Most of them (M) by level, the last one for all further levels; an SPT of fewer tokens has
-    one a token."""
+    drop_ratios: tuple[tuple[float, ...], ...] = ((0.0,),)
+    """p of level 2, in [0, 1), by layer, the last one's for all further layers: one for all KV
+    heads, or one per KV head. Each farther level keeps half of what the nearer one does."""
+    micro_partitions: tuple[tuple[int, ...], ...] = ((1,),)
+    """Most of them (M) by layer and by level, the last one's for all further ones; an SPT of fewer
+    tokens has one a token."""
     variant: CsaVariant = CsaVariant()
 
     def __post_init__(self) -> None:
-        if not self.drop_ratios or not self.micro_partitions:
-            raise ConfigError("drop_ratios and micro_partitions name at least one number each")
+        for by_layer in (self.drop_ratios, self.micro_partitions):
+            if not by_layer or not all(by_layer):
+                raise ConfigError("drop_ratios and micro_partitions name a number for every layer")
         # What is wrong with it is wrong for every group. Better found here than by a job.
-        for drop_ratio in self.drop_ratios:
-            halving(drop_ratio, self.levels)
-        self.for_group(("0-0-0",), layers=1, longest_spt=min(self.micro_partitions))
+        for of_heads in self.drop_ratios:
+            halving(of_heads, self.levels)
+        self.for_group(("0-0-0",), layers=1, longest_spt=min(map(min, self.micro_partitions)))
 
     @property
     def lossless(self) -> bool:
         """Whether it is exact attention, in parts."""
-        return self.levels == 1 or not (any(self.drop_ratios) or self.variant.nested)
+        return self.levels == 1 or not (any(map(any, self.drop_ratios)) or self.variant.nested)
 
     def for_group(self, locations: Sequence[str], *, layers: int, longest_spt: int) -> CsaPlan:
         """The plan of a job.
@@ -72,9 +73,6 @@ class CsaTemplate:
             longest_spt: tokens of the member that has most.
         """
         levels = min(self.levels, len(Topology.of(locations).granularities))
-        micro = tuple(
-            min(_of(self.micro_partitions, level), longest_spt) for level in range(levels)
-        )
         return CsaPlan(
             locations=tuple(locations),
             levels=levels,
@@ -83,7 +81,9 @@ class CsaTemplate:
                     first=run.start,
                     stop=run.stop,
                     drop_ratios=halving(_of(self.drop_ratios, run.start), levels),
-                    micro_partitions=micro,
+                    micro_partitions=tuple(
+                        min(count, longest_spt) for count in self._micro(run.start, levels)
+                    ),
                 )
                 for run in self._layer_runs(layers)
             ),
@@ -91,10 +91,17 @@ class CsaTemplate:
         )
 
     def _layer_runs(self, layers: int) -> Iterator[range]:
-        """Neighbouring layers of one ratio."""
-        for _, run in groupby(range(layers), key=lambda layer: _of(self.drop_ratios, layer)):
+        """Neighbouring layers of equal numbers."""
+        for _, run in groupby(
+            range(layers),
+            key=lambda layer: (_of(self.drop_ratios, layer), _of(self.micro_partitions, layer)),
+        ):
             alike = list(run)
             yield range(alike[0], alike[-1] + 1)
+
+    def _micro(self, layer: int, levels: int) -> tuple[int, ...]:
+        """M of levels 1, 2, …, as asked for."""
+        return tuple(_of(_of(self.micro_partitions, layer), level) for level in range(levels))
 
     def shortfalls(self, plan: CsaPlan) -> Iterator[str]:
         """What the plan of a job has less than this, in words."""
@@ -106,8 +113,8 @@ class CsaTemplate:
                 f"{plan.levels} of {self.levels} levels, because that is all that the "
                 f"{members} instances of the job tell apart"
             )
-        asked = max(_of(self.micro_partitions, level) for level in range(plan.levels))
-        if (most := max(plan.layer_group(0).micro_partitions)) < asked:
+        asked = max(max(self._micro(run.first, plan.levels)) for run in plan.layer_groups)
+        if (most := max(max(run.micro_partitions) for run in plan.layer_groups)) < asked:
             yield f"{most} of {asked} micro-partitions, because no instance has more tokens"
 
 

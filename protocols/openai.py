@@ -34,8 +34,8 @@ MAX_COUNT = 2**31 - 1
 """Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
 MAX_TOKENS = 2**24
 """Of anything that counts tokens of a prompt."""
-MAX_LAYERS = 1024
-"""Of drop ratios by layer; the configurator knows how many the model has."""
+MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
+"""Of what is given by layer and by KV head; the configurator knows how many the model has."""
 MAX_MICRO_PARTITIONS = 64
 """Each is a message from every rank to every other one, in every layer."""
 
@@ -177,22 +177,33 @@ def _bias(bias: Any) -> float:
     return float(bias)
 
 
-def _drop_ratios(value: Any) -> tuple[float, ...]:
-    """One for all layers, or one by layer."""
-    ratios = _one_or_more(value, MAX_LAYERS, "by layer")
-    for ratio in ratios:
-        if type(ratio) not in (int, float) or not 0 <= ratio < 1:
-            _fail(f"must be at least 0 and less than 1, got {_shown(ratio)}")
-    return tuple(map(float, ratios))
+def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
+    """By layer, of all KV heads or of each: 0.5, [0, 0.5] by layer, [0, [0.5, 0.9]] by KV head."""
+    return tuple(
+        tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
+        for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
+    )
 
 
-def _micro_partitions(value: Any) -> tuple[int, ...]:
-    """One number for all levels, or one by level."""
-    counts = _one_or_more(value, MAX_LEVELS, "by level")
-    for count in counts:
-        if type(count) is not int or not 1 <= count <= MAX_MICRO_PARTITIONS:
-            _fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {_shown(count)}")
-    return tuple(counts)
+def _drop_ratio(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        _fail(f"must be at least 0 and less than 1, got {_shown(value)}")
+    return float(value)
+
+
+def _micro_partitions(value: Any) -> tuple[tuple[int, ...], ...]:
+    """By layer and level: 4, [1, 2] by level, [4, [1, 2]] by layer."""
+    by_layer = isinstance(value, list) and any(isinstance(item, list) for item in value)
+    return tuple(
+        tuple(map(_micro_partition_count, _one_or_more(of_layer, MAX_LEVELS, "by level")))
+        for of_layer in (_one_or_more(value, MAX_LAYERS, "by layer") if by_layer else [value])
+    )
+
+
+def _micro_partition_count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_MICRO_PARTITIONS:
+        _fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {_shown(value)}")
+    return value
 
 
 def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
@@ -255,11 +266,14 @@ class _CsaOptions(_Object):
 
     levels: Annotated[int, _between(1, MAX_LEVELS)] | None = None
     """N_v."""
-    drop_ratio: Annotated[tuple[float, ...] | None, PlainValidator(_drop_ratios)] = None
+    drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
     """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
-    further layers."""
-    micro_partitions: Annotated[tuple[int, ...] | None, PlainValidator(_micro_partitions)] = None
-    """M: a number, or an array by level, whose last one is that of all further levels."""
+    further layers, and whose items may be arrays by KV head."""
+    micro_partitions: Annotated[
+        tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
+    ] = None
+    """M: a number, or an array by level, whose last one is that of all further levels; or an array
+    of these by layer, whose last one is that of all further layers."""
     strategy: Literal["ntp", "tp", "tp_flat"] | None = None
     """SP-NTP, or SP-TP with hierarchical or flat collectives."""
 
@@ -275,9 +289,10 @@ class _CsaOptions(_Object):
 
     @model_validator(mode="after")
     def _no_more_than_levels(self) -> Self:
-        if self.levels and self.micro_partitions and len(self.micro_partitions) > self.levels:
+        given = max(map(len, self.micro_partitions or ((),)))
+        if self.levels and given > self.levels:
             what = f"must be at most {self.levels} by level, as 'levels' says"
-            _fail(f"{what}, got {len(self.micro_partitions)}", "micro_partitions")
+            _fail(f"{what}, got {given}", "micro_partitions")
         return self
 
 

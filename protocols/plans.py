@@ -28,10 +28,11 @@ class CsaOptions:
 
     levels: int | None = None
     """N_v."""
-    drop_ratios: tuple[float, ...] | None = None
-    """p of level 2 by layer, in [0, 1), the last one for all further layers."""
-    micro_partitions: tuple[int, ...] | None = None
-    """M by level, the last one for all further levels."""
+    drop_ratios: tuple[tuple[float, ...], ...] | None = None
+    """p of level 2, in [0, 1), by layer, the last one's for all further layers: one for all KV
+    heads, or one per KV head."""
+    micro_partitions: tuple[tuple[int, ...], ...] | None = None
+    """M by layer and by level, the last one's for all further ones."""
     strategy: Architecture | None = None
     variant: CsaVariant = field(default_factory=CsaVariant)
 

@@ -153,10 +153,7 @@ def test_gathered_weights(gang: StrategyRanks) -> None:
 def csa_plan(shape: AttentionShape, group: GroupShape, window: int) -> CsaPlan:
     """As many levels as there are, and no KV head that keeps as much as another."""
     levels = len(Topology.of(locations_of(group)).granularities)
-    by_head = [
-        halving(head / (1 + shape.kv_heads), levels) for head in range(1, 1 + shape.kv_heads)
-    ]
-    ratios = tuple(tuple(of_head for (of_head,) in level) for level in zip(*by_head, strict=True))
+    ratios = halving([(1 + head) / (1 + shape.kv_heads) for head in range(shape.kv_heads)], levels)
     return CsaPlan(
         locations=tuple(locations_of(group)),
         levels=levels,

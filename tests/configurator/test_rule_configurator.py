@@ -63,7 +63,7 @@ def test_exact_attention_on_a_tensor_parallel_gang_is_chosen_per_request(
 def test_exact_sp_tp_is_told_where_its_group_stands() -> None:
     answer = plan(WIDE, attention="auto", locations=TWO_SERVERS)
     assert (answer.attention, answer.strategy) == ("exact", "sp_tp")
-    assert answer.csa == CsaTemplate(levels=1, micro_partitions=(4,))
+    assert answer.csa == CsaTemplate(levels=1, micro_partitions=((4,),))
     assert answer.predicted_accuracy_loss == 0.0
 
 
@@ -93,7 +93,11 @@ def test_a_ttft_bound_is_not_promised(attention: str) -> None:
 
 def test_what_the_client_fixes_is_planned() -> None:
     variant = CsaVariant(importance_window=0, sinks=1, tail=2, pipelined=False)
-    fixed: dict[str, Any] = {"levels": 2, "drop_ratios": (0.0, 0.5), "micro_partitions": (3,)}
+    fixed: dict[str, Any] = {
+        "levels": 2,
+        "drop_ratios": ((0.0,), (0.0, 0.25, 0.5, 0.75)),
+        "micro_partitions": ((3,), (1, 2)),
+    }
     answer = sparse(**fixed, strategy="ntp", variant=variant)
     assert (answer.attention, answer.strategy) == ("csa", "csa")
     assert answer.csa == CsaTemplate(**fixed, variant=variant)
@@ -103,7 +107,7 @@ def test_what_the_client_fixes_is_planned() -> None:
 def test_what_the_client_leaves_open_drops_nothing() -> None:
     answer = sparse()
     assert answer.csa is not None
-    assert (answer.csa.levels, answer.csa.drop_ratios) == (3, (0.0,))
+    assert (answer.csa.levels, answer.csa.drop_ratios) == (3, ((0.0,),))
     assert answer.predicted_accuracy_loss == 0.0
     assert sparse(variant=CsaVariant(nested=True)).predicted_accuracy_loss is None
 
@@ -129,7 +133,7 @@ def test_sp_tp_computes_every_query_and_says_so(strategy: str, engine: str) -> N
 def test_an_open_strategy_is_the_one_that_moves_less(
     shape: AttentionShape, drop_ratio: float, tp: int, strategy: str
 ) -> None:
-    csa = CsaOptions(drop_ratios=(drop_ratio,))
+    csa = CsaOptions(drop_ratios=((drop_ratio,),))
     answer = plan(shape, attention="csa", locations=TWO_SERVERS, csa=csa, tp=tp)
     assert answer.strategy == strategy
     assert "on 4 instances" in answer.reason
@@ -155,7 +159,7 @@ def test_sp_ntp_where_there_is_no_choice(fields: dict[str, Any], why: str) -> No
     [
         ({"levels": 4}, "levels", r"must be 1 to 3 here \(places 4, servers 2, racks 1\), not 4"),
         (
-            {"micro_partitions": (1, 11)},
+            {"micro_partitions": ((1,), (1, 11))},
             "micro_partitions",
             "must be 1 to 10, the tokens of the",
         ),
@@ -165,8 +169,14 @@ def test_sp_ntp_where_there_is_no_choice(fields: dict[str, Any], why: str) -> No
             "strategy",
             "must be 'ntp' with 'decode_kept_only', not 'tp'",
         ),
-        ({"micro_partitions": (1,) * 4}, "micro_partitions", "must be at most 3 by level"),
-        ({"drop_ratios": (0.5,) * 9}, "drop_ratio", "must be at most 8 by layer"),
+        ({"micro_partitions": ((1,), (1,) * 4)}, "micro_partitions", "must be at most 3 by level"),
+        ({"drop_ratios": ((0.5,),) * 9}, "drop_ratio", "must be at most 8 by layer"),
+        ({"micro_partitions": ((1,),) * 9}, "micro_partitions", "must be at most 8 by layer"),
+        (
+            {"drop_ratios": ((0.5,), (0.5,) * 3)},
+            "drop_ratio",
+            "must be one a layer, or 4, one per KV head of the model, not 3",
+        ),
         (
             {"strategy": "tp_flat", "variant": CsaVariant(importance_layer="same")},
             "strategy",
@@ -191,7 +201,8 @@ def test_what_cannot_be_is_refused_with_what_can(
 
 def test_limits_are_those_of_sparse_attention_only() -> None:
     assert (
-        plan(prompt_tokens=1, csa=CsaOptions(levels=4, micro_partitions=(9,))).attention == "exact"
+        plan(prompt_tokens=1, csa=CsaOptions(levels=4, micro_partitions=((9,),))).attention
+        == "exact"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.csa import CsaPlan
+from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.csa_template import CsaTemplate, CsaVariant
 from csps.protocols.errors import ConfigError
 from csps.protocols.messages import PrefillJob, PrefillPiece
@@ -17,13 +18,20 @@ from csps.protocols.topology import Location, Topology
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
+KV_HEADS = 2
+
+
+def tuples(items: st.SearchStrategy[Any], *, most: int = 4) -> st.SearchStrategy[Any]:
+    return st.lists(items, min_size=1, max_size=most).map(tuple)
+
+
 TEMPLATES = st.builds(
     CsaTemplate,
     levels=st.integers(1, 4),
-    drop_ratios=st.lists(
-        st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)), min_size=1, max_size=4
-    ).map(tuple),
-    micro_partitions=st.lists(st.integers(1, 64), min_size=1, max_size=4).map(tuple),
+    drop_ratios=tuples(
+        tuples(st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)), most=KV_HEADS)
+    ),
+    micro_partitions=tuples(tuples(st.integers(1, 64))),
 )
 LOCATIONS = st.sets(
     st.builds(Location, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
@@ -34,7 +42,9 @@ LOCATIONS = st.sets(
 
 def test_a_group_with_all_that_is_asked_for_has_it() -> None:
     variant = CsaVariant(importance_window=0, importance_layer="previous", sinks=1, tail=2)
-    template = CsaTemplate(levels=3, drop_ratios=(0.5,), micro_partitions=(4,), variant=variant)
+    template = CsaTemplate(
+        levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),), variant=variant
+    )
     plan = template.for_group(SERVERS, layers=8, longest_spt=100)
     uniform = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
     assert (plan.levels, plan.layer_groups) == (uniform.levels, uniform.layer_groups)
@@ -57,19 +67,26 @@ def test_every_group_gets_a_plan_that_a_job_accepts(
         csa=plan,
     )
     assert plan.levels == min(template.levels, len(Topology.of(locations).granularities))
+    less = plan.levels < template.levels
     for layer in range(3):
-        ratio = template.drop_ratios[min(layer, len(template.drop_ratios) - 1)]
-        assert plan.levels == 1 or plan.layer_group(layer).drop_ratio(2, 0) == pytest.approx(ratio)
-    less = plan.levels < template.levels or max(lengths) < most_micro_partitions(template, plan)
+        group, ratios = plan.layer_group(layer), of(template.drop_ratios, layer)
+        for head in range(KV_HEADS if plan.levels > 1 else 0):
+            assert group.drop_ratio(2, head) == pytest.approx(of(ratios, head))
+        for level in range(plan.levels):
+            asked = of(of(template.micro_partitions, layer), level)
+            assert group.micro(level + 1) == min(asked, max(lengths))
+            less |= asked > max(lengths)
     assert bool(list(template.shortfalls(plan))) == less
 
 
-def most_micro_partitions(template: CsaTemplate, plan: CsaPlan) -> int:
-    return max(template.micro_partitions[: plan.levels])
+def of(numbers: Sequence[Any], index: int) -> Any:
+    return [*numbers, *[numbers[-1]] * index][index]
 
 
 def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> None:
-    template = CsaTemplate(levels=3, drop_ratios=(0.0, 0.0, 0.9), micro_partitions=(1, 2))
+    template = CsaTemplate(
+        levels=3, drop_ratios=((0.0,), (0.0,), (0.9,)), micro_partitions=((1, 2),)
+    )
     plan = template.for_group(SERVERS, layers=6, longest_spt=100)
     ratios = [plan.layer_group(layer).drop_ratio(2, 0) for layer in range(6)]
     assert ratios == pytest.approx([0.0, 0.0, 0.9, 0.9, 0.9, 0.9])
@@ -77,6 +94,23 @@ def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> No
     assert {it.micro_partitions for it in plan.layer_groups} == {(1, 2, 2)}
     shallow = template.for_group(SERVERS, layers=2, longest_spt=100)
     assert [(it.first, it.stop) for it in shallow.layer_groups] == [(0, 2)]
+
+
+def test_ratios_by_head_and_micro_partitions_by_layer() -> None:
+    template = CsaTemplate(
+        levels=3, drop_ratios=((0.0,), (0.5, 0.0)), micro_partitions=((1,), (1,), (2, 3))
+    )
+    plan = template.for_group(SERVERS, layers=4, longest_spt=100)
+    assert plan.layer_groups == (
+        LayerGroup(first=0, stop=1, drop_ratios=((0.0,), (0.0,)), micro_partitions=(1, 1, 1)),
+        LayerGroup(
+            first=1, stop=2, drop_ratios=((0.5, 0.0), (0.75, 0.0)), micro_partitions=(1, 1, 1)
+        ),
+        LayerGroup(
+            first=2, stop=4, drop_ratios=((0.5, 0.0), (0.75, 0.0)), micro_partitions=(2, 3, 3)
+        ),
+    )
+    assert not template.lossless
 
 
 @pytest.mark.parametrize(
@@ -91,7 +125,7 @@ def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> No
 def test_what_a_group_lacks_is_said(
     locations: tuple[str, ...], longest: int, said: list[str]
 ) -> None:
-    template = CsaTemplate(levels=3, drop_ratios=(0.5,), micro_partitions=(4,))
+    template = CsaTemplate(levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),))
     plan = template.for_group(locations, layers=4, longest_spt=longest)
     shortfalls = list(template.shortfalls(plan))
     assert [text[: len(start)] for text, start in zip(shortfalls, said, strict=True)] == said
@@ -101,10 +135,12 @@ def test_what_a_group_lacks_is_said(
     "fields",
     [
         {"levels": 0},
-        {"levels": 2, "drop_ratios": (0.0, 1.0)},
+        {"levels": 2, "drop_ratios": ((0.0,), (0.0, 1.0))},
         {"levels": 2, "drop_ratios": ()},
-        {"levels": 2, "micro_partitions": (2, 0)},
+        {"levels": 2, "drop_ratios": ((0.0,), ())},
+        {"levels": 2, "micro_partitions": ((1,), (2, 0))},
         {"levels": 2, "micro_partitions": ()},
+        {"levels": 2, "micro_partitions": ((1,), ())},
         {"levels": 2, "variant": CsaVariant(sinks=-1)},
         {"levels": 2, "variant": CsaVariant(importance_layer="same", importance_window=0)},
     ],

@@ -167,7 +167,7 @@ def test_newer_name_of_max_tokens_wins() -> None:
 
 def test_csps_options() -> None:
     options = {"attention": "csa", "levels": 3, "drop_ratio": 0.5, "explain": True}
-    told = {**options, "drop_ratio": (0.5,)}
+    told = {**options, "drop_ratio": ((0.5,),)}
     assert chat(csps=options).csps.model_dump(exclude_unset=True) == told
     by_hand = {
         "attention": "csa", "levels": 1, "drop_ratio": 0.0, "micro_partitions": 64,
@@ -175,13 +175,38 @@ def test_csps_options() -> None:
         "importance_layer": "previous", "sinks": 0, "tail": 0, "pipelined": False,
         "decode_kept_only": True,
     }  # fmt: skip
-    told = {**by_hand, "drop_ratio": (0.0,), "micro_partitions": (64,)}
+    told = {**by_hand, "drop_ratio": ((0.0,),), "micro_partitions": ((64,),)}
     assert chat(csps=by_hand).csps.model_dump(exclude_unset=True) == told
-    listed = {"attention": "csa", "drop_ratio": [0, 0, 0.9], "micro_partitions": [1, 1, 2]}
-    asked = chat(csps=listed).csps
-    assert (asked.drop_ratio, asked.micro_partitions) == ((0.0, 0.0, 0.9), (1, 1, 2))
     bound = {"objective": "ttft", "max_accuracy_loss": 0.1, "max_ttft_ms": 500}
     assert chat(csps=bound).csps.max_ttft_ms == 500
+
+
+@pytest.mark.parametrize(
+    ("drop_ratio", "by_layer_and_head"),
+    [
+        ([0, 0, 0.9], ((0.0,), (0.0,), (0.9,))),
+        ([[0.5, 0.9]], ((0.5, 0.9),)),
+        ([0, [0.5, 0.9], [0]], ((0.0,), (0.5, 0.9), (0.0,))),
+    ],
+)
+def test_drop_ratios_by_layer_and_head(drop_ratio: Any, by_layer_and_head: Any) -> None:
+    options = {"attention": "csa", "drop_ratio": drop_ratio}
+    assert chat(csps=options).csps.drop_ratio == by_layer_and_head
+
+
+@pytest.mark.parametrize(
+    ("micro_partitions", "by_layer_and_level"),
+    [
+        ([1, 1, 2], ((1, 1, 2),)),
+        ([[1, 1, 2]], ((1, 1, 2),)),
+        ([4, [1, 2]], ((4,), (1, 2))),
+    ],
+)
+def test_micro_partitions_by_layer_and_level(
+    micro_partitions: Any, by_layer_and_level: Any
+) -> None:
+    options = {"attention": "csa", "micro_partitions": micro_partitions}
+    assert chat(csps=options).csps.micro_partitions == by_layer_and_level
 
 
 def test_last_of_duplicate_keys_wins() -> None:
@@ -247,6 +272,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"csps": {"attention": "csa", "drop_ratio": []}},
         "csps.drop_ratio: must be a number, or an array of 1 to 1024 by layer, got 0",
     ),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": [0, []]}},
+        "csps.drop_ratio: must be a number, or an array of 1 to 1024 by KV head, got 0",
+    ),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": [0, [0.5, 1]]}},
+        "csps.drop_ratio: must be at least 0 and less than 1, got 1",
+    ),
+    (
+        {"csps": {"attention": "csa", "drop_ratio": [[[0.5]]]}},
+        "csps.drop_ratio: must be at least 0 and less than 1, got an array",
+    ),
     ({"csps": {"attention": "csa", "drop_ratio": True}}, "csps.drop_ratio: must be at least 0"),
     ({"csps": {"drop_ratio": 0.5}}, "csps.drop_ratio: needs 'attention': 'csa'"),
     (
@@ -260,6 +297,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"csps": {"attention": "csa", "levels": 2, "micro_partitions": [1, 1, 2]}},
         "csps.micro_partitions: must be at most 2 by level, as 'levels' says, got 3",
+    ),
+    (
+        {"csps": {"attention": "csa", "levels": 2, "micro_partitions": [4, [1, 1, 2]]}},
+        "csps.micro_partitions: must be at most 2 by level, as 'levels' says, got 3",
+    ),
+    (
+        {"csps": {"attention": "csa", "micro_partitions": [1, [1, 1, 1, 1, 1]]}},
+        "csps.micro_partitions: must be a number, or an array of 1 to 4 by level, got 5",
+    ),
+    (
+        {"csps": {"attention": "csa", "micro_partitions": [[1]] * 1025}},
+        "csps.micro_partitions: must be a number, or an array of 1 to 1024 by layer, got 1025",
     ),
     ({"csps": {"attention": "exact", "nested": False}}, "csps.nested: needs 'attention': 'csa'"),
     ({"csps": {"attention": "csa", "micro_partitions": 0}}, "csps.micro_partitions: must be betwe"),

@@ -72,12 +72,13 @@ async def test_a_plan_and_a_refusal_arrive_as_they_were_made() -> None:
     client = ConfiguratorClient(cast(Any, handle := FakeHandle()), SECRET)
     locations = ("0-0-0", "0-0-1")
     async with configurator(handle):
-        options = CsaOptions(levels=2, drop_ratios=(0.5,), strategy="ntp")
+        ratios = ((0.0,), (0.25, 0.5))
+        options = CsaOptions(levels=2, drop_ratios=ratios, strategy="ntp")
         wanted = PlanRequest(prompt_tokens=9, attention="csa", csa=options, locations=locations)
         plan = await client.plan(wanted)
         assert plan.strategy == "csa"
         assert plan.csa is not None
-        assert (plan.csa.levels, plan.csa.drop_ratios) == (2, (0.5,))
+        assert (plan.csa.levels, plan.csa.drop_ratios) == (2, ratios)
         with pytest.raises(InvalidRequest, match="must be 1 to 2") as refused:
             await client.plan(replace(wanted, csa=CsaOptions(levels=3)))
         assert refused.value.param == "csps.levels"

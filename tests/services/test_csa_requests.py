@@ -37,7 +37,7 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
     async with cell_of(instances=3) as cell:
         variant = CsaVariant(importance_window=9, pipelined=False)
         running = submit(
-            cell, 1500, levels=2, drop_ratios=(0.5,), micro_partitions=(3,), strategy="ntp",
+            cell, 1500, levels=2, drop_ratios=((0.5,),), micro_partitions=((3,),), strategy="ntp",
             variant=variant,
         )  # fmt: skip
         job = await cell.prefilling(running)
@@ -60,7 +60,7 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
 async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_only: bool) -> None:
     async with cell_of() as cell:
         variant = CsaVariant(decode_kept_only=kept_only)
-        running = submit(cell, 1500, drop_ratios=(0.5,), variant=variant)
+        running = submit(cell, 1500, drop_ratios=((0.5,),), variant=variant)
         job = await cell.prefilling(running)
         assert job.csa is not None
         assert job.csa.decode_kept_only == kept_only
@@ -70,7 +70,7 @@ async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_onl
 
 async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
     async with cell_of() as cell:
-        running = submit(cell, 50, levels=2, drop_ratios=(0.5,))
+        running = submit(cell, 50, levels=2, drop_ratios=((0.5,),))
         job = await cell.prefilling(running)
         assert job.urgent
         assert job.csa is not None
@@ -83,7 +83,7 @@ async def test_a_short_prompt_is_said_to_be_exact_on_its_one_instance() -> None:
 async def test_only_requests_of_equal_plans_share_a_job() -> None:
     async with cell_of(instances=1) as cell:
         cell.decode.may_reserve.clear()
-        sparse = [submit(cell, 50, drop_ratios=(ratio,)) for ratio in (0.5, 0.25, 0.5)]
+        sparse = [submit(cell, 50, drop_ratios=((ratio,),)) for ratio in (0.5, 0.25, 0.5)]
         exact = [cell.submit(tokens=50) for _ in range(2)]
         cell.decode.may_reserve.set()
         jobs = [await cell.prefilling(running) for running in (*sparse, *exact)]
@@ -95,7 +95,7 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
 
 async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:
     async with cell_of(instances=1) as cell:
-        running = submit(cell, 1500, levels=1, drop_ratios=(0.5,))
+        running = submit(cell, 1500, levels=1, drop_ratios=((0.5,),))
         await cell.prefilling(running)
         rid = cell.rid_of(running)
         cell.prefill.fail(rid, "TransferError")
@@ -110,7 +110,7 @@ async def never(request: PlanRequest) -> Plan:
 
 @pytest.mark.parametrize(
     ("options", "param"),
-    [({"levels": 3}, "csps.levels"), ({"micro_partitions": (51,)}, "csps.micro_partitions")],
+    [({"levels": 3}, "csps.levels"), ({"micro_partitions": ((51,),)}, "csps.micro_partitions")],
 )
 async def test_what_the_cluster_cannot_do_is_refused_at_submission(
     options: dict[str, Any], param: str

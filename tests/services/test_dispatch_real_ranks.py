@@ -176,10 +176,10 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
     """On one instance and on two, by each strategy, beside exact requests."""
     options = [
         *(
-            CsaOptions(strategy=strategy, drop_ratios=(0.0,))
+            CsaOptions(strategy=strategy, drop_ratios=((0.0,),))
             for strategy in ("ntp", "tp", "tp_flat")
         ),
-        CsaOptions(levels=1, micro_partitions=(1,), strategy="ntp"),
+        CsaOptions(levels=1, micro_partitions=((1,),), strategy="ntp"),
         None,
     ]
     async with real_cell(tiny_llama) as (cell, _, _):
@@ -192,7 +192,7 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
             assert running.plan.attention == running.generation.attention
             prompt = running.generation.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
-        lossy = cell.submit(511, seed=511, csa=CsaOptions(drop_ratios=(0.9,), strategy="ntp"))
+        lossy = cell.submit(511, seed=511, csa=CsaOptions(drop_ratios=((0.9,),), strategy="ntp"))
         assert len(await answer(lossy)) == 6
         await cell.settled()
 

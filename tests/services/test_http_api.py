@@ -228,16 +228,17 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
     wanted = {
-        "attention": "csa", "levels": 3, "drop_ratio": [0, 0.5], "micro_partitions": [1, 1, 2],
-        "strategy": "tp", "importance_window": 0, "drop_queries": False,
+        "attention": "csa", "levels": 3, "drop_ratio": [0, [0.5, 0.9]],
+        "micro_partitions": [1, [1, 1, 2]], "strategy": "tp", "importance_window": 0,
+        "drop_queries": False,
     }  # fmt: skip
     await client.post("/v1/completions", json=completion(csps=wanted))
     generation = engine.generations[0]
     assert generation.attention == "csa"
     assert generation.csa == CsaOptions(
         levels=3,
-        drop_ratios=(0.0, 0.5),
-        micro_partitions=(1, 1, 2),
+        drop_ratios=((0.0,), (0.5, 0.9)),
+        micro_partitions=((1,), (1, 1, 2)),
         strategy="tp",
         variant=CsaVariant(importance_window=0, drop_queries=False),
     )

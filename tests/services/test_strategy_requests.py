@@ -5,7 +5,9 @@ sparse attention runs as asked, and sends less."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from csps.configurator.csa_traffic import csa_traffic
 from csps.configurator.shapes import GroupShape
 from csps.configurator.traffic import gathered_weights_traffic
 from csps.models.tokenizer import Tokenizer
-from csps.protocols.csa import CsaPlan
+from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.plans import Plan, PlanRequest
 from csps.services.configurator import attention_shape, make_configurator
 from csps.services.planning import Planner
@@ -117,29 +119,25 @@ class Sparse:
     sent: int
 
 
-async def sparsely(server: Served, length: int, ratio: float) -> Sparse:
-    """By the plan as asked."""
+async def sparsely(
+    server: Served, length: int, groups: Sequence[LayerGroup], **asked: Any
+) -> Sparse:
+    """By a plan of these layer groups."""
     before = bytes_between_ranks(server)
-    told = await ask(
-        server, length, attention="csa", strategy="ntp", levels=2, drop_ratio=ratio,
-        micro_partitions=[3, 2],
-    )  # fmt: skip
+    told = await ask(server, length, attention="csa", strategy="ntp", levels=2, **asked)
     await server.settled()
     assert told["usage"]["completion_tokens"] == TOKENS
     plan = told["csps"]["plan"]
     assert (plan["attention"], plan["strategy"]) == ("csa", "csa")
-    assert plan["predicted_accuracy_loss"] == (None if ratio else 0.0)
     assert (plan["csa"]["locations"], plan["csa"]["levels"]) == (["0-0-0", "0-1-2"], 2)
-    assert plan["csa"]["layer_groups"] == [
-        {"first": 0, "stop": 5, "drop_ratios": [[ratio]], "micro_partitions": [3, 2]}
-    ]
+    assert plan["csa"]["layer_groups"] == json.loads(json.dumps([asdict(it) for it in groups]))
     return Sparse(told, bytes_between_ranks(server) - before)
 
 
-def counted_bytes(model: Path, length: int, ratio: float) -> float:
+def counted_bytes(model: Path, length: int, groups: Sequence[LayerGroup]) -> float:
     """Bytes by the configurator's formula, all layers that exchange together."""
     shape = attention_shape(Settings(model=str(model)))
-    plan = CsaPlan.uniform(["0-0-0", "0-1-2"], levels=2, layers=shape.layers, drop_ratio=ratio)
+    plan = CsaPlan(locations=("0-0-0", "0-1-2"), levels=2, layer_groups=tuple(groups))
     traffic = csa_traffic(shape, plan, tp=2, spts=[length // 2] * 2)
     return traffic.cost(1.0) * (shape.layers - 1) * FP32
 
@@ -179,13 +177,31 @@ async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)
 
 
+def layers(first: int, stop: int, ratios: Sequence[float], *micro_partitions: int) -> LayerGroup:
+    return LayerGroup(
+        first=first, stop=stop, drop_ratios=(tuple(ratios),), micro_partitions=micro_partitions
+    )
+
+
+BY_HEAD = [0.0, 0.25, 0.5, 0.75]
+SPARSE: list[tuple[dict[str, Any], list[LayerGroup]]] = [
+    ({"drop_ratio": 0.5, "micro_partitions": [3, 2]}, [layers(0, 5, [0.5], 3, 2)]),
+    (
+        {"drop_ratio": [0, 0, BY_HEAD], "micro_partitions": [4, 4, [1, 2]]},
+        [layers(0, 2, [0.0], 4, 4), layers(2, 5, BY_HEAD, 1, 2)],
+    ),
+]
+"""What is asked for, and the layer groups of the plan."""
+
+
 async def test_what_is_dropped_is_not_sent(deep: Path) -> None:
     """On two servers, in three of five layers; all else is the same at any ratio."""
-    length = 900
+    length, none = 900, [layers(0, 5, [0.0], 4, 4)]
     async with deployed(deep, servers=2) as server:
-        exact = await sparsely(server, length, 0.0)
+        exact = await sparsely(server, length, none, drop_ratio=0)
         assert exact.told["choices"][0]["text"] == said_by_transformers(deep, length)
-        sparse = await sparsely(server, length, 0.5)
-    by_formula = counted_bytes(deep, length, 0.0) - counted_bytes(deep, length, 0.5)
-    assert sparse.sent < exact.sent
-    assert exact.sent - sparse.sent == by_formula
+        for asked, groups in SPARSE:
+            sparse = await sparsely(server, length, groups, **asked)
+            by_formula = counted_bytes(deep, length, none) - counted_bytes(deep, length, groups)
+            assert sparse.sent < exact.sent
+            assert exact.sent - sparse.sent == by_formula
