@@ -46,8 +46,8 @@ class ExecutionDeadlines:
     landing_s: float = 60.0
     """From a request's first token until all of its KV has landed."""
     prefill_progress_s: float = 180.0
-    """Silence of the instances that a prefill job runs on: longer than any of them computes between
-    two words, which is a part of a layer."""
+    """Silence of the instances that a prefill job runs on, and of those that they wait for: longer
+    than any of them computes between two words, which is a part of a layer."""
     decode_progress_s: float = 120.0
     """Silence of a decode gang that owes a token."""
 
@@ -390,13 +390,16 @@ class Execution:
     def _prefill_silence(self, now: float) -> float:
         """Of the job that was not heard of for longest: others may go on beside one that hangs.
 
-        A job in line makes no progress, but what it waits for runs on the same instances.
+        A job in line makes no progress, and neither does an instance that waits in one for the
+        job's other members. A word of an instance is therefore one for every job that has it still
+        to come, and through their other instances for the jobs behind those.
         """
-        since = (
-            max([job.launched_at, *(self._prefill_heard.get(it, 0.0) for it in job.undone)])
-            for job in self._jobs.values()
-        )
-        return now - min(since, default=now)
+        heard, since = dict(self._prefill_heard), now
+        for job in self._jobs.values():  # in the order of their launch, which is that of the ranks
+            latest = max([job.launched_at, *(heard.get(it, 0.0) for it in job.undone)])
+            heard.update(dict.fromkeys(job.undone, latest))
+            since = min(since, latest)
+        return now - since
 
     def _decode_silence(self, now: float) -> float:
         owed = [it.owed_since for it in self._attempts.values() if it.owed_since is not None]

@@ -515,6 +515,27 @@ async def test_a_job_that_hangs_is_noticed_while_others_go_on(
         assert not list(cell.dispatcher._execution.check_deadlines(now))
 
 
+async def test_a_job_may_wait_for_what_others_of_the_gang_compute(
+    later: Callable[[float], float],
+) -> None:
+    """Rank 1 is silent while it waits for rank 0 in the second job, and the third job behind it."""
+    step_s = ExecutionDeadlines().prefill_progress_s - 1.0
+    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
+        check = cell.dispatcher._execution.check_deadlines
+        sizes = (900, 2000, 900)
+        first, second, third = [await cell.prefilling(cell.submit(tokens=it)) for it in sizes]
+        assert [it.group for it in (first, second, third)] == [(0,), (0, 1), (1,)]
+        for _ in range(3):
+            assert not list(check(later(step_s)))
+            await cell.tell_progress(0, first)
+        cell.prefill.ranks[1].job_done(second)
+        await until(lambda: 1 not in cell.dispatcher._execution._jobs[second.job_id].undone)
+        assert not list(check(later(step_s)))
+        await cell.tell_progress(0, first)
+        # Nothing is in the third job's way any more.
+        assert [role for role, _ in check(later(step_s))] == ["prefill"]
+
+
 async def test_progress_of_a_former_routers_job_is_no_mistake(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
