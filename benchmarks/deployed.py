@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
+from csps.protocols.errors import ConfigError
 from csps.services import ray_head
 from csps.services.deploy_config import read_config
 from csps.services.serve_command import RUN_DIR, deploy
@@ -27,7 +28,13 @@ READY_S = 240.0
 
 @contextlib.contextmanager
 def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
-    """Deploy the application with these settings; yields its base URL, stops it afterwards."""
+    """Deploy the application with these settings; yields its base URL, stops it afterwards.
+
+    Raises:
+        ConfigError: a server runs from this directory already, which would be stopped as well.
+    """
+    if (head := ray_head.recall(RUN_DIR)) is not None:
+        raise ConfigError(f"a server runs here (process {head.pid}): end it first with `csps stop`")
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_serve_config(args, port)))
