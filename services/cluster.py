@@ -17,6 +17,8 @@ from csps.services.directory import ClusterView, Directory, GangRole
 
 _log = logging.getLogger(__name__)
 _ROLES: tuple[GangRole, GangRole] = ("prefill", "decode")
+UNUSABLE = "what is there cannot be used, see the router's log"
+"""All that `phase` says of a mistake of the operator's, which names addresses and paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class Cluster:
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
+        self._misconfigured = False
+        """Nothing will do until the operator has changed something."""
 
     def listen(self, listener: ClusterListener) -> None:
         """Tell `listener` from now on."""
@@ -108,6 +112,10 @@ class Cluster:
         when it is ready."""
         if self.bridge is not None:
             return ""
+        return f"{self._awaited}: {UNUSABLE}" if self._misconfigured else self._awaited
+
+    @property
+    def _awaited(self) -> str:
         missing = [role for role in _ROLES if role not in self._gangs]
         return _waiting_for(missing) if missing else "connecting the gangs"
 
@@ -172,7 +180,11 @@ class Cluster:
             news.cancel()
             work.cancel()  # changes nothing if it is done
             await asyncio.wait({work, news})
-        if work.cancelled() or (error := work.exception()) is None:
+        if work.cancelled():
+            return None
+        error = work.exception()
+        self._misconfigured = isinstance(error, ConfigError)
+        if error is None:
             return None
         self._report(error)
         return self._deadlines.retry_s
@@ -242,7 +254,7 @@ class Cluster:
             return
         prefill, decode = self._gangs.get("prefill"), self._gangs.get("decode")
         if prefill is None or decode is None:
-            self.trouble = self.phase
+            self.trouble = self._awaited
             return
         _check_agree(prefill, decode)
         self._bridges += 1

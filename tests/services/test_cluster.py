@@ -14,7 +14,7 @@ from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
 
 from csps.protocols.errors import DeadlineExceeded
 from csps.services.attached_gang import AttachedGang
-from csps.services.cluster import Bridge, Cluster, ClusterDeadlines
+from csps.services.cluster import UNUSABLE, Bridge, Cluster, ClusterDeadlines
 from csps.services.directory import (
     ClusterView,
     Directory,
@@ -214,6 +214,7 @@ async def test_gangs_that_do_not_agree_are_not_bridged(change: dict[str, Any], r
     async with following(StaticDirectory(view), prefill, decode) as (cluster, _):
         await until(lambda: reason in cluster.trouble)
         assert cluster.bridge is None
+        assert cluster.phase.endswith(f": {UNUSABLE}")
 
 
 @pytest.mark.parametrize(
@@ -235,6 +236,22 @@ async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
         await until(lambda: reason in cluster.trouble)
         assert cluster.gang("prefill") is None
         assert not log.bridges
+        assert cluster.phase == f"waiting for a prefill gang: {UNUSABLE}"
+
+
+async def test_what_was_put_right_is_not_said_any_more() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("prefill", "p2")
+    prefill.fingerprint = "other"
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, second) as (cluster, log):
+        await until(lambda: cluster.phase == f"connecting the gangs: {UNUSABLE}")
+        directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
+        await cluster.wait_ready(PATIENCE_S)
+        assert cluster.phase == ""
+        await second.kill(0)
+        await until(lambda: log.lost[-1][0] == "p2")
+        assert cluster.phase == "waiting for a prefill gang"
 
 
 async def test_ranks_of_the_wrong_role_are_refused() -> None:
