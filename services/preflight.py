@@ -60,14 +60,19 @@ def wait_memory(need: MemoryNeed, deadline_s: float) -> None:
         time.sleep(POLL_S)
 
 
-def check_memory(need: MemoryNeed, *, meminfo: Path = MEMINFO) -> None:
-    """Raise `ConfigError` if a server does not fit into what is free; silent where unknown."""
+def check_memory(need: MemoryNeed, *, freed: int = 0, meminfo: Path = MEMINFO) -> None:
+    """Raise `ConfigError` if a server does not fit into what is free; silent where unknown.
+
+    Args:
+        freed: bytes that are free as well once what runs has ended.
+    """
     available = memory_gib("MemAvailable", meminfo)
-    if available is not None and available < need.total / GIB:
+    if available is not None and available + freed / GIB < need.total / GIB:
+        more = f", and at most {freed / GIB:.1f} more without what runs" if freed else ""
         raise ConfigError(
-            f"{available:.1f} GiB of memory are available, but {need.total / GIB:.1f} GiB are "
-            f"needed ({need.parts}): free some, or lower instances or kv_slots, or set dtype to "
-            "bfloat16"
+            f"{available:.1f} GiB of memory are available{more}, but {need.total / GIB:.1f} GiB "
+            f"are needed ({need.parts}): free some, or lower instances or kv_slots, or set dtype "
+            "to bfloat16"
         )
 
 

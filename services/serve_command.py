@@ -15,7 +15,7 @@ import yaml
 from csps.protocols.errors import DeadlineExceeded, FaultError
 from csps.services import preflight, ray_head
 from csps.services.demo_command import demo
-from csps.services.deploy_config import DeployConfig, read_config
+from csps.services.deploy_config import IMPORT_PATH, DeployConfig, read_config
 from csps.services.memory_need import memory_need
 from csps.services.model_check import check_model
 from csps.services.ray_head import RayHead
@@ -23,9 +23,11 @@ from csps.services.serve_status import (
     APPLICATIONS_PATH,
     HTTP_TIMEOUT_S,
     POLL_S,
+    ServeStatus,
     last_line,
     wait_for_status,
 )
+from csps.services.settings import Settings
 
 RUN_DIR = Path("run")
 """State of the server that was started from this directory: log, token, process id, traces."""
@@ -199,9 +201,26 @@ def _clear(head: RayHead, config: DeployConfig) -> None:
     need = memory_need(config.settings, ray_runs=True)
     if status.applications:
         preflight.check_memory_at_all(need)
+        if (freed := _taken(status)) is not None:
+            preflight.check_memory(need, freed=freed)
         _say("replacing the application that runs; waiting for its requests ...")
         undeploy(head)
     preflight.wait_memory(need, FREED_DEADLINE_S if status.applications else 0)
+
+
+def _taken(status: ServeStatus) -> int | None:
+    """Bytes of main memory that the applications take at most; None where they do not tell."""
+    taken = 0
+    for application in status.applications.values():
+        deployed = application.get("deployed_app_config") or {}
+        if deployed.get("import_path") != IMPORT_PATH:
+            return None
+        try:
+            settings = Settings.model_validate(deployed.get("args") or {})
+            taken += memory_need(settings, ray_runs=True).total
+        except ValueError:  # of another release, or its model is not there any more
+            return None
+    return taken
 
 
 def _start(config: DeployConfig) -> RayHead:

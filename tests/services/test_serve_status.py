@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 import yaml
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
-from csps.services import ray_head, serve_status
+from csps.services import preflight, ray_head, serve_command, serve_status
 from csps.services.demo_command import ask
 from csps.services.deploy_config import DeployConfig, read_config
+from csps.services.memory_need import GIB, memory_need
 from csps.services.ray_head import RayHead
-from csps.services.serve_command import undeploy, wait_ready
-from csps.services.serve_status import ServeStatus, read_status
+from csps.services.serve_command import _clear, undeploy, wait_ready
+from csps.services.serve_status import APPLICATIONS_PATH, ServeStatus, read_status
 
 PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
@@ -136,6 +138,17 @@ def applications(
     return {"applications": {"csps": application}}
 
 
+def replaced_by(
+    config: DeployConfig, old: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """An application with other settings than those of `config`; `old` in place of all of them."""
+    answer = {**applications(config, "RUNNING"), "http_options": config.data["http_options"]}
+    deployed = answer["applications"]["csps"]["deployed_app_config"]
+    deployed["import_path"] = config.data["applications"][0]["import_path"]
+    deployed["args"] = {**config.application_args, **changes} if old is None else old
+    return answer
+
+
 def said_while_waiting(config: DeployConfig, head: RayHead, **wait: Any) -> list[str]:
     said: list[str] = []
     wait_ready(config, head, say=said.append, **wait)
@@ -217,6 +230,75 @@ def test_removing_waits_until_nothing_is_left(
     undeploy(head)
     api = "/api/serve/applications/"
     assert cluster.asked == [api, f"PUT {api}", api, api]
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """GiB that are available, from one look to the next, the last for good."""
+    available = [1.0]
+
+    def look(name: str, meminfo: Path) -> float:
+        if name == "MemTotal":
+            return 1e6
+        return available.pop(0) if len(available) > 1 else available[0]
+
+    monkeypatch.setattr(preflight, "memory_gib", look)
+    monkeypatch.setattr(preflight, "POLL_S", 0)
+    return available
+
+
+@pytest.mark.parametrize("kv_slots", [10**6, 2 * 10**6 - 1])
+def test_an_application_stays_if_the_new_one_cannot_fit_without_it(
+    head: RayHead,
+    config: DeployConfig,
+    cluster: Cluster,
+    memory: list[float],
+    kv_slots: int,
+) -> None:
+    large = with_slots(config, 2 * 10**6)
+    cluster.statuses = [replaced_by(config, prefill={"instances": 1, "kv_slots": kv_slots})]
+    memory[:] = [0.0]
+    with pytest.raises(ConfigError, match=r"^0\.0 GiB .*, and at most .* without what runs, but"):
+        _clear(head, large)
+    assert cluster.asked == ["/api/serve/applications/"]
+
+
+def with_slots(config: DeployConfig, kv_slots: int) -> DeployConfig:
+    """The same with another prefill gang."""
+    prefill = config.settings.prefill.model_copy(update={"kv_slots": kv_slots})
+    settings = config.settings.model_copy(update={"prefill": prefill})
+    return replace(config, settings=settings)
+
+
+def test_memory_that_an_application_gives_back_slowly_is_waited_for(
+    head: RayHead, config: DeployConfig, cluster: Cluster, memory: list[float]
+) -> None:
+    need = memory_need(config.settings, ray_runs=True).total / GIB
+    cluster.statuses = [replaced_by(config, drain_s=1.0), *[{"applications": {}}] * 3]
+    cluster.statuses.insert(1, cluster.statuses[0])
+    memory[:] = [0.1, 0.1, need / 2, need + 0.1]
+    _clear(head, config)
+    assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
+    assert memory == [need + 0.1]
+
+
+@pytest.mark.parametrize("old", [{"model": "/not there any more"}, {"unknown": "setting"}])
+def test_what_does_not_tell_its_memory_is_taken_for_all_of_it(
+    head: RayHead,
+    config: DeployConfig,
+    cluster: Cluster,
+    memory: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    old: dict[str, Any],
+) -> None:
+    """Afterwards it turns out whether it was enough."""
+    monkeypatch.setattr(serve_command, "FREED_DEADLINE_S", 0.0)
+    running = replaced_by(config, old)
+    cluster.statuses = [running, running, {"applications": {}}]
+    memory[:] = [0.0]
+    with pytest.raises(ConfigError, match=r"^0\.0 GiB of memory are available, but"):
+        _clear(head, config)
+    assert f"PUT {APPLICATIONS_PATH}" in cluster.asked
 
 
 def test_nothing_is_removed_where_nothing_runs(head: RayHead, cluster: Cluster) -> None:
