@@ -9,7 +9,14 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel
 
-from csps.protocols.errors import DeadlineExceeded, FaultError, RequestError
+from csps.protocols.errors import (
+    Cancelled,
+    ConnectionLost,
+    DeadlineExceeded,
+    GangLost,
+    RequestError,
+    TransferError,
+)
 
 FinishReason = Literal["stop", "length"]
 
@@ -200,7 +207,9 @@ def _public_face(exc: BaseException) -> tuple[int, str, str]:
     match exc:
         case DeadlineExceeded():
             return 504, "The request took longer than the server allows.", "timeout"
-        case FaultError():  # also a request that is cut off when the server shuts down
+        # What passes; a rank's own mistake arrives as a `FaultError` as well. `Cancelled` is a
+        # request that is cut off when the server shuts down.
+        case GangLost() | ConnectionLost() | TransferError() | Cancelled():
             return 503, "A part of the server is being restarted. Try again.", "unavailable"
         case _:
             return 500, "The server failed to process the request.", "internal_error"

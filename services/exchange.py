@@ -22,9 +22,9 @@ from csps.protocols.openai_responses import (
     TextLogprob,
     Usage,
 )
-from csps.protocols.openai_stream import DONE, ChatStream, CompletionStream, error_event
+from csps.protocols.openai_stream import DONE, ChatStream, CompletionStream
 from csps.services.answer import Answer, Piece
-from csps.services.http_errors import public
+from csps.services.http_errors import last_event
 from csps.services.intake import Accepted
 from csps.services.request_trace import RequestTrace
 from csps.services.running import Running
@@ -131,7 +131,7 @@ class Exchange:
     ) -> AsyncGenerator[bytes]:
         """Server-sent events: the pieces, usage, the end.
 
-        A failure becomes an event, because the status line has left long ago.
+        A failure becomes an event too.
         """
         stream = self._stream()
         try:
@@ -144,7 +144,7 @@ class Exchange:
                 yield self._event(stream, piece)
             yield stream.usage(self._answer.tokens) + DONE
         except Exception as error:
-            yield error_event(public(error)) + DONE
+            yield last_event(error) + DONE
 
     def _stream(self) -> CompletionStream | ChatStream:
         is_completion = isinstance(self._request, CompletionRequest)

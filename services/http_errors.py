@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from csps.models.errors import InvalidTextError
 from csps.protocols.errors import InvalidRequest, RequestError, abridged
 from csps.protocols.openai_responses import error_body
+from csps.protocols.openai_stream import error_event
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,26 @@ class MethodNotAllowed(RequestError):
 
 def error_response(error: Exception) -> JSONResponse:
     """`error` as an answer; what nobody expected goes into the log, and only there."""
-    status, body, headers = error_body(public(error))
+    status, body, headers = error_body(_public(error))
+    _log(status, error)
+    return JSONResponse(body, status, headers=headers)
+
+
+def last_event(error: Exception) -> bytes:
+    """The same as an event, for a stream whose status line has left long ago."""
+    status, _, _ = error_body(_public(error))
+    _log(status, error)
+    return error_event(_public(error))
+
+
+def _log(status: int, error: Exception) -> None:
     if status == 500:
         logger.error("a request failed unexpectedly", exc_info=error)
     elif status > 500:
         logger.warning("a request failed: %s: %s", type(error).__name__, error)
-    return JSONResponse(body, status, headers=headers)
 
 
-def public(error: Exception) -> Exception:
+def _public(error: Exception) -> Exception:
     """`error` as one that the API knows, where it comes from a room that does not know the API."""
     return InvalidRequest(str(error)) if isinstance(error, InvalidTextError) else error
 

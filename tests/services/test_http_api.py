@@ -429,7 +429,7 @@ async def test_a_fault_before_the_first_token_has_a_status(
 
 
 async def test_a_fault_in_the_stream_is_its_last_event(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.failure, engine.fail_after = RuntimeError("at 0xdeadbeef"), 2
     response = await client.post("/v1/completions", json=completion(stream=True))
@@ -438,6 +438,7 @@ async def test_a_fault_in_the_stream_is_its_last_event(
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "h"]
     assert error["error"]["type"] == "server_error"
     assert "0xdeadbeef" not in response.text
+    assert "RuntimeError: at 0xdeadbeef" in caplog.text
 
 
 async def test_an_unexpected_error_leaks_nothing(

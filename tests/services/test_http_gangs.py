@@ -116,13 +116,27 @@ async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: Intake) 
         check_error(await request, 503, "unavailable")
 
 
-@pytest.mark.parametrize("code", ["TransferError", "ProtocolError", "KeyError"])
-async def test_a_fault_of_the_ranks_may_be_tried_again(intake: Intake, code: str) -> None:
+async def failed_by_a_rank(server: Server, code: str) -> httpx.Response:
+    request = asyncio.ensure_future(server.complete())
+    await until(lambda: server.cell.prefill.leader.jobs)
+    server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].pieces[0].rid, code)
+    return await request
+
+
+@pytest.mark.parametrize("code", ["TransferError", "ConnectionLost"])
+async def test_a_fault_that_passes_may_be_tried_again(intake: Intake, code: str) -> None:
     async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
-        request = asyncio.ensure_future(server.complete())
-        await until(lambda: server.cell.prefill.leader.jobs)
-        server.cell.prefill.fail(server.cell.prefill.leader.jobs[0].pieces[0].rid, code)
-        check_error(await request, 503, "unavailable")
+        check_error(await failed_by_a_rank(server, code), 503, "unavailable")
+
+
+@pytest.mark.parametrize("code", ["ProtocolError", "BadLogits", "KeyError"])
+async def test_a_mistake_of_the_ranks_is_one_of_the_server(
+    intake: Intake, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
+        check_error(await failed_by_a_rank(server, code), 500, "internal_error")
+    assert len([it for it in caplog.records if it.levelname == "ERROR" and it.exc_info]) == 1
+    assert code in caplog.text
 
 
 # --- how much a request may have -------------------------------------------------------------
