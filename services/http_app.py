@@ -25,7 +25,7 @@ from csps.services.credentials import ApiKeys
 from csps.services.exchange import Exchange
 from csps.services.http_body import read_body, while_connected
 from csps.services.http_errors import error_response, on_http_error
-from csps.services.intake import Accepted, Arrival, Intake, Slo, read_slo
+from csps.services.intake import Accepted, Arrival, Intake, read_slo
 from csps.services.metrics import Metrics
 from csps.services.reading_lanes import ReadingLanes
 from csps.services.request_trace import RequestTrace
@@ -133,27 +133,33 @@ class Api:
 
     async def _generate(self, request: Request, read: Read, operation: str) -> Response:
         self.keys.check(request.headers.get("authorization"))
-        request_id = request_id_of(request)
-        slo = read_slo(request.headers)
-        self.engine.check_room()
-        body = await read_body(request, self.max_body_bytes)
-        trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
-        try:
-            with trace:
-                exchange, streams = await self._submit(read, body, request_id, slo, trace)
-        except BaseException as error:
-            trace.failed(error)
-            trace.end()
-            raise
+        exchange, streams = await self._receive(request, read, operation)
         if streams:
             return await _stream(request, exchange)
         return JSONResponse(await while_connected(request.receive, exchange.whole()))
 
+    async def _receive(self, request: Request, read: Read, operation: str) -> tuple[Exchange, bool]:
+        """Nothing but the exchange is left of the body afterwards."""
+        request_id = request_id_of(request)
+        slo = read_slo(request.headers)
+        self.engine.check_room()
+        with self.lanes.holding() as held:
+            body = await read_body(request, self.max_body_bytes, grown=held.grown)
+            arrival = Arrival(request_id=request_id, slo=slo, capacity=self.engine.capacity)
+            accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
+            trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
+            try:
+                with trace:
+                    return await self._submit(accept, trace)
+            except BaseException as error:
+                trace.failed(error)
+                trace.end()
+                raise
+
     async def _submit(
-        self, read: Read, body: bytes, request_id: str, slo: Slo, trace: RequestTrace
+        self, accept: Callable[[], Awaitable[Accepted]], trace: RequestTrace
     ) -> tuple[Exchange, bool]:
-        arrival = Arrival(request_id=request_id, slo=slo, capacity=self.engine.capacity)
-        accepted = await self.lanes.run(body, partial(read, arrival=arrival))
+        accepted = await accept()
         trace.accepted(accepted.generation, self.intake.model)
         running = self.engine.submit(accepted.generation)
         exchange = Exchange(accepted, running, tokenizer=self.intake.tokenizer, trace=trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,8 +19,17 @@ BODY_DEADLINE_S = 60.0
 """For a body to come. Of the largest that is a megabyte in two seconds."""
 
 
-async def read_body(request: Request, limit: int, *, deadline_s: float = BODY_DEADLINE_S) -> bytes:
+async def read_body(
+    request: Request,
+    limit: int,
+    *,
+    grown: Callable[[int], None] = lambda size: None,
+    deadline_s: float = BODY_DEADLINE_S,
+) -> bytes:
     """The whole body.
+
+    Args:
+        grown: told its length as it comes; what it raises ends the reading.
 
     Raises:
         PayloadTooLarge: it is longer than `limit` bytes; the rest is not read.
@@ -28,12 +37,12 @@ async def read_body(request: Request, limit: int, *, deadline_s: float = BODY_DE
     """
     try:
         async with asyncio.timeout(deadline_s):
-            return await _read(request, limit)
+            return await _read(request, limit, grown)
     except TimeoutError:
         raise BodyTooSlow(f"The request body did not arrive within {deadline_s:g} s.") from None
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, grown: Callable[[int], None]) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -42,6 +51,7 @@ async def _read(request: Request, limit: int) -> bytes:
         body += chunk
         if len(body) > limit:
             raise _too_large(limit)
+        grown(len(body))
     return bytes(body)
 
 

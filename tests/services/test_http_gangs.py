@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -17,18 +17,20 @@ from live_server import serving
 
 from csps.protocols.errors import QueueFull
 from csps.protocols.plans import Plan, PlanRequest
-from csps.services import reading_lanes
+from csps.services import held_body
 from csps.services.admission import QueueLimits
 from csps.services.credentials import ApiKeys
+from csps.services.held_body import LARGE_BODY_BYTES
 from csps.services.http_app import Api
 from csps.services.http_body import read_body
 from csps.services.intake import Accepted, Arrival, Intake
 from csps.services.metrics import Metrics
-from csps.services.reading_lanes import LARGE_AT_ONCE, LARGE_BODY_BYTES, ReadingLanes
+from csps.services.reading_lanes import LARGE_AT_ONCE, ReadingLanes
 from csps.services.settings import Settings
 
 DEADLINE_S = 20
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def intake(tiny_llama: Path) -> Intake:
 class Server:
     cell: FakeCell
     client: httpx.AsyncClient
+    lanes: ReadingLanes
 
     async def complete(self, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 2, **fields}
@@ -47,15 +50,18 @@ class Server:
 
     async def half_a_request(self) -> bytes:
         """Announces a body of 1000 bytes, sends 10 and reads the answer, which must come then."""
+        async with self.sending(1000, b"0123456789") as reader, asyncio.timeout(DEADLINE_S):
+            return await reader.readuntil(b"\r\n\r\n")
+
+    @asynccontextmanager
+    async def sending(self, announced: int, sent: bytes) -> AsyncIterator[asyncio.StreamReader]:
+        """A request of whose body only this much has come."""
         url = self.client.base_url
         reader, writer = await asyncio.open_connection(url.host, url.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {announced}\r\n\r\n"
         try:
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
-            )
-            writer.write(b"0123456789")
-            async with asyncio.timeout(DEADLINE_S):
-                return await reader.readuntil(b"\r\n\r\n")
+            writer.write(head.encode() + sent)
+            yield reader
         finally:
             writer.close()
 
@@ -74,7 +80,7 @@ async def served(intake: Intake, **options: Any) -> AsyncIterator[Server]:
             serving(api.app()) as url,
             httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
         ):
-            yield Server(cell, client)
+            yield Server(cell, client, api.lanes)
 
 
 def check_error(response: httpx.Response, status: int, code: str) -> None:
@@ -220,6 +226,12 @@ async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> 
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
 
+async def read_whole(lanes: ReadingLanes, body: bytes, read: Callable[[bytes], T]) -> T:
+    with lanes.holding() as held:
+        held.grown(len(body))
+        return await lanes.run(body, read, held)
+
+
 async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
     """Its place in the line stays until a thread comes to it; its bytes need not."""
     lanes, gate, let_go = ReadingLanes(), threading.Event(), threading.Event()
@@ -231,8 +243,11 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
 
     try:
         size = LARGE_BODY_BYTES + 1
-        held = [asyncio.ensure_future(lanes.run(bytes(size), waits)) for _ in range(LARGE_AT_ONCE)]
-        leaving = asyncio.ensure_future(lanes.run(Body(size), waits))
+        held = [
+            asyncio.ensure_future(read_whole(lanes, bytes(size), waits))
+            for _ in range(LARGE_AT_ONCE)
+        ]
+        leaving = asyncio.ensure_future(read_whole(lanes, Body(size), waits))
         await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -248,17 +263,61 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
 
 async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(reading_lanes, "MAX_LARGE_BYTES", 3 * size)
+    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", 3 * size)
     lanes, gate = ReadingLanes(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
     try:
-        held = [asyncio.ensure_future(lanes.run(bytes(size), waits)) for _ in range(3)]
+        held = [asyncio.ensure_future(read_whole(lanes, bytes(size), waits)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await lanes.run(bytes(size), waits)
+            await read_whole(lanes, bytes(size), waits)
         gate.set()
         assert await asyncio.gather(*held) == [True] * 3
-        assert await lanes.run(bytes(size), len) == size
+        assert await read_whole(lanes, bytes(size), len) == size
     finally:
         gate.set()
         lanes.close()
+
+
+async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = LARGE_BODY_BYTES + 1
+    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", size)
+    lanes, begun, gate = ReadingLanes(), threading.Event(), threading.Event()
+
+    def waits(body: bytes) -> bool:
+        begun.set()
+        return gate.wait(DEADLINE_S)
+
+    try:
+        leaving = asyncio.ensure_future(read_whole(lanes, bytes(size), waits))
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        with pytest.raises(QueueFull):
+            await read_whole(lanes, bytes(size), len)
+        gate.set()
+        await until(lambda: not lanes.large_bytes.held)
+        assert await read_whole(lanes, bytes(size), len) == size
+    finally:
+        gate.set()
+        lanes.close()
+
+
+async def test_large_bodies_that_arrive_are_bounded(
+    intake: Intake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = LARGE_BODY_BYTES + 1
+    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", 2 * size)
+    async with served(intake) as server:
+        server.cell.runs_by_itself()
+        prompt = "x" * size
+        async with server.sending(10 * size, bytes(size)):
+            await until(lambda: server.lanes.large_bytes.held == size)
+            check_error(await server.complete(prompt=prompt), 429, "queue_full")
+            assert (await server.complete()).status_code == 200
+        await until(lambda: not server.lanes.large_bytes.held)
+        # Read, and too long for the gangs.
+        check_error(await server.complete(prompt=prompt), 400, "context_length_exceeded")
