@@ -336,8 +336,11 @@ class PrefillLoop:
         """Let urgent jobs of this rank alone run now, wherever the other members stand. Comes so
         often, and for any job, that it tells of the progress as well."""
         self._progress.step(job.job_id)
-        if not job.urgent:
-            self._run_urgent(clock, self._queue.urgent_within(job, self._runs_now, MAX_URGENT))
+        if job.urgent:
+            return
+        # One at a time: there is less room for the next one.
+        while urgent := self._queue.urgent_within(job, self._runs_now, 1):
+            self._run_urgent(clock, urgent)
 
     def _run_urgent(self, clock: JobClock, job_ids: Sequence[int]) -> None:
         if not job_ids:

@@ -14,7 +14,7 @@ from torch import Tensor
 from csps.protocols.messages import PrefillJob
 
 MAX_URGENT = 6
-"""Urgent jobs that run at one point of a long one; the next ones run at the next point."""
+"""Urgent jobs that one order names; the next ones run at the next layer."""
 
 
 @dataclass(frozen=True, kw_only=True)

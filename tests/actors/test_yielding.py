@@ -20,6 +20,9 @@ from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
 from torch import Tensor
 
+from csps.actors import prefill
+from csps.actors.mesh import Pending
+from csps.actors.outbox import Outbox
 from csps.actors.strategies import ulysses
 from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
 
@@ -137,6 +140,43 @@ async def test_an_urgent_job_that_finds_no_room_does_not_wait_inside_another(
         doors.third.set()
         await it.finish(tiny_llama)
         assert set(it.drawn_order()) == {long, urgent}
+
+
+@pytest.fixture
+def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set nobody hears that KV has left, and no slots come back."""
+    allowed, wait = threading.Event(), Outbox._wait
+
+    def held(outbox: Outbox[object], job: object, sending: Pending) -> None:
+        assert allowed.wait(ANSWER_S), "sending was never allowed"
+        wait(outbox, job, sending)
+
+    monkeypatch.setattr(Outbox, "_wait", held)
+    return allowed
+
+
+async def test_urgent_jobs_that_have_room_for_one(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, sending_goes_on: threading.Event
+) -> None:
+    """Each would fit alone: the second does not wait inside the long job for the first."""
+    doors = Doors(monkeypatch, rows=30)
+    monkeypatch.setattr(prefill, "SLOTS_BACK_S", 0.1)  # a rank that waits so long is broken
+    async with line(tiny_llama, 1) as it:
+        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        long = await it.add(80, [0])
+        urgent = [await it.add(5, [0], urgent=True) for _ in (0, 1)]
+        await it.send([long], [0])
+        assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
+        pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 7)])
+        await it.send(urgent, [0])
+        doors.second.set()
+        assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
+        assert pool.free == 2
+        pool.free_request(RESERVED)
+        sending_goes_on.set()
+        doors.third.set()
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [*urgent, long]
 
 
 async def test_the_ranks_of_an_instance_run_an_urgent_job_together(tiny_llama: Path) -> None:
