@@ -41,9 +41,6 @@ from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.models.spec import kv_head_range
 
-BLOCK_ROWS = 4096
-"""Queries that are attended to without giving way."""
-
 
 class GatheredWeights(WithTransfers):
     """Exact attention of one job; one object per job and rank, entered for the job's duration."""
@@ -112,17 +109,17 @@ class GatheredWeights(WithTransfers):
             scale=self._engine.spec.scale,
             withdrawn=self._group.withdrawn,
         )
-        everything = 0, self._shards.total_rows
+        total = self._shards.total_rows
         arrived = {piece: it.arrived(self._transfers) for piece, it in history.items()}
         timeline = self._group.clock.timeline
         for piece, (k_ngd, v_ngd) in arrived.items():
+            for block in attention.blocks((0, total), len(k_ngd)):
+                with timeline.phase("attention", layer=index):
+                    attention.attend_history(piece, block, k_ngd, v_ngd)
+                self._group.give_way()
+        for block in attention.blocks((0, total), total):
             with timeline.phase("attention", layer=index):
-                attention.attend_history(piece, everything, k_ngd, v_ngd)
-            self._group.give_way()
-        for start in range(0, self._shards.total_rows, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, self._shards.total_rows)
-            with timeline.phase("attention", layer=index):
-                attention.attend((start, stop), (0, stop))
+                attention.attend(block, (0, total))
             self._group.give_way()
         return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
 

@@ -6,13 +6,14 @@ they read, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.sp_tp_far_keys import FarKeys
 from csps.kernels.attention import attention
 from csps.kernels.importance import importance
@@ -59,6 +60,13 @@ class RowAttention:
         self._far_keys = far_keys
         self._withdrawn = withdrawn
         self.out_Thd, self.lse_hT = nothing_seen(q_Thd)
+
+    def blocks(self, rows: tuple[int, int], keys: int) -> Iterator[tuple[int, int]]:
+        """Rows [start, stop) that are to attend to so many keys, in blocks between which urgent
+        jobs may run."""
+        start, stop = rows
+        for block in query_blocks(self.q_Thd[start:stop], keys):
+            yield start + block.start, start + block.stop
 
     def attend(self, queries: tuple[int, int], keys: tuple[int, int]) -> None:
         """Rows [start, stop) to those of other rows that precede them in their piece."""

@@ -74,11 +74,13 @@ class SpTpLayer:
                 case Project(start, stop, place):
                     with self._phase("qkv", place):
                         self._project(start, stop)
-                    self._attend_history(start, stop, transfers, place)
-                case Attend(queries, keys, place):
-                    with self._phase("attention", place):
-                        self.attention.attend(queries, keys)
                     self._group.give_way()
+                    self._attend_history((start, stop), transfers, place)
+                case Attend(queries, keys, place):
+                    for block in self.attention.blocks(queries, keys[1] - keys[0]):
+                        with self._phase("attention", place):
+                            self.attention.attend(block, keys)
+                        self._group.give_way()
                 case HandOn(part):
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self.attention.out_Thd[part.rows]
@@ -98,12 +100,15 @@ class SpTpLayer:
         for buffer, part in zip(buffers, computed, strict=True):
             buffer[rows] = part
 
-    def _attend_history(self, start: int, stop: int, transfers: Transfers, place: Place) -> None:
+    def _attend_history(self, rows: tuple[int, int], transfers: Transfers, place: Place) -> None:
         for piece, under_way in self._history.items():
             if piece not in self._arrived:
                 self._arrived[piece] = under_way.arrived(transfers)
-            with self._phase("attention", place):
-                self.attention.attend_history(piece, (start, stop), *self._arrived[piece])
+            k_ngd, v_ngd = self._arrived[piece]
+            for block in self.attention.blocks(rows, len(k_ngd)):
+                with self._phase("attention", place):
+                    self.attention.attend_history(piece, block, k_ngd, v_ngd)
+                self._group.give_way()
 
     def _phase(self, name: Phase, place: Place) -> AbstractContextManager[None]:
         return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)

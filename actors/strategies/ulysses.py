@@ -11,7 +11,7 @@ batch, h heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,19 +19,13 @@ from torch import Tensor
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Pending, Tag
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
+from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.kernels.attention import attention
 from csps.kernels.positions import Positions
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.protocols.messages import PrefillPiece, Span
-
-BLOCK_PRODUCTS = 2**33
-"""Multiplications of q·k in one block of queries, between which urgent jobs may run: a fifth to
-half a second on a core, as long as blocks are not kept at their least rows."""
-MIN_BLOCK_ROWS = 2048
-"""Shorter blocks make attention slower. With many keys such a block takes longer: some seconds at
-256K."""
 
 
 class Ulysses:
@@ -177,7 +171,7 @@ class Ulysses:
         out_thd: Tensor,
     ) -> None:
         """Into `out_thd`, block by block."""
-        for rows in _blocks(q_thd, len(k_thd)):
+        for rows in query_blocks(q_thd, len(k_thd)):
             with self._group.clock.timeline.phase("attention", layer=layer):
                 out_thd[rows] = self._by_uniform_heads(
                     q_thd[rows], k_thd, v_thd, _chunk_positions(piece)[rows], k_positions
@@ -237,12 +231,3 @@ class Ulysses:
 
 def _chunk_positions(piece: PrefillPiece) -> range:
     return range(piece.start, piece.start + piece.length)
-
-
-def _blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
-    """Blocks of queries; one on a GPU, to which a layer is handed over as a whole anyway."""
-    tokens, heads, dim = q_thd.shape
-    rows = max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))
-    if q_thd.is_cuda:
-        rows = tokens
-    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_blocks import blocks_of
 from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
 from strategy_ranks import job_of
 
@@ -54,6 +55,14 @@ def test_equals_one_member(gangs: Gangs, model: str, instances: int, tp: int) ->
     gang = gangs(model, instances, tp)
     job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
     gang.check(job, gang.run(job, GatheredWeights), gang.forwards(job))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_equals_one_member_in_blocks_of_queries(gangs: Gangs, model: str, rows: int) -> None:
+    gang, job = gangs(model, 2, 2), job_of([0, 21, 48], [5, 40, 3])
+    with blocks_of(rows):
+        gang.check(job, gang.run(job, GatheredWeights), gang.forwards(job))
 
 
 def test_instance_without_rows_and_more_ranks_than_heads(gangs: Gangs) -> None:

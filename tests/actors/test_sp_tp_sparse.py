@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_csa import DenseCsa
+from small_blocks import blocks_of
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
@@ -99,6 +100,12 @@ def test_far_keys_are_left_out_as_planned(
     gang: StrategyRanks, levels: int, drop_ratio: float, window: int, pipelined: bool
 ) -> None:
     check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_in_blocks_of_queries(gang: StrategyRanks, pipelined: bool) -> None:
+    with blocks_of(4):
+        check(gang, plan_of(3, 0.5, 16, pipelined=pipelined))
 
 
 def test_ratios_per_head(gang: StrategyRanks) -> None:

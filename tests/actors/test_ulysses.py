@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,13 +12,13 @@ from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
+from small_blocks import blocks_of
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout, even_share
 from csps.actors.mesh import Mesh
-from csps.actors.strategies import ulysses as ulysses_module
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
@@ -157,15 +156,6 @@ def cases(draw: st.DrawFn) -> Case:
         order=tuple(draw(st.permutations(range(members)))),
         withdrawn=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
     )
-
-
-@contextmanager
-def blocks_of(rows: int) -> Iterator[None]:
-    """Attention works off so many queries at a time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ulysses_module, "BLOCK_PRODUCTS", 0)
-        patch.setattr(ulysses_module, "MIN_BLOCK_ROWS", rows)
-        yield
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,7 +23,7 @@ from torch import Tensor
 from csps.actors import prefill
 from csps.actors.mesh import Pending
 from csps.actors.outbox import Outbox
-from csps.actors.strategies import ulysses
+from csps.actors.strategies import query_blocks, ulysses
 from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
 
 RESERVED = 10**6
@@ -86,10 +86,10 @@ class Doors:
         """Blocks have so many rows from now on; jobs of fewer rows meet no door."""
         self.second, self.third = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
-        self._blocks = ulysses._blocks
-        patch.setattr(ulysses, "BLOCK_PRODUCTS", 0)
-        patch.setattr(ulysses, "MIN_BLOCK_ROWS", rows)
-        patch.setattr(ulysses, "_blocks", self._held)
+        self._blocks = query_blocks.query_blocks
+        patch.setattr(query_blocks, "BLOCK_PRODUCTS", 0)
+        patch.setattr(query_blocks, "MIN_BLOCK_ROWS", rows)
+        patch.setattr(ulysses, "query_blocks", self._held)
 
     def _held(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
         for number, rows in enumerate(self._blocks(q_thd, keys)):

@@ -1,0 +1,27 @@
+"""How long attention is cut so that urgent jobs may run inside it.
+
+Shape suffixes: t tokens, h heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+BLOCK_PRODUCTS = 2**33
+"""Multiplications of q·k in one block of queries, between which urgent jobs may run: a fifth to
+half a second on a core, as long as blocks are not kept at their least rows."""
+MIN_BLOCK_ROWS = 2048
+"""Shorter blocks make attention slower. With many keys such a block takes longer: some seconds at
+256K."""
+
+
+def query_blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
+    """Blocks of queries that attend to so many keys at most; one on a GPU, to which a layer is
+    handed over as a whole anyway."""
+    tokens, heads, dim = q_thd.shape
+    rows = max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))
+    if q_thd.is_cuda:
+        rows = max(1, tokens)
+    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))

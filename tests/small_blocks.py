@@ -1,0 +1,19 @@
+"""Blocks of queries so short that a test has several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from csps.actors.strategies import query_blocks
+
+
+@contextmanager
+def blocks_of(rows: int) -> Iterator[None]:
+    """Attention works off so many queries at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_blocks, "BLOCK_PRODUCTS", 0)
+        patch.setattr(query_blocks, "MIN_BLOCK_ROWS", rows)
+        yield
