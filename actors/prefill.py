@@ -222,10 +222,10 @@ class PrefillLoop:
                     self._draw_first_tokens(run, x_td, q_thd)
 
     def _mlp(self, run: _Run, index: int, layer: Layer, x_td: Tensor) -> Tensor:
-        """In place and in blocks of rows, but where an instance's ranks sum their parts: they have
-        to do that at the same time."""
+        """In place and in blocks of rows, but where an instance's ranks sum their parts, which they
+        have to do at the same time, and on a GPU, to which a layer is handed over as a whole."""
         timeline = run.clock.timeline
-        if layer.all_reduce is not None:
+        if layer.all_reduce is not None or x_td.is_cuda:
             with timeline.phase("mlp", layer=index):
                 return layer.mlp(x_td)
         for block_td in torch.split(x_td, MLP_ROWS):

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from csps.actors import prefill
+from csps.actors.job_clock import JobClock
+from csps.actors.prefill import PrefillLoop
 from csps.actors.timeline_export import LAYER, PHASE
+from csps.models.network import Layer
 
 TIMELINE = {
     "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
@@ -58,3 +64,15 @@ async def test_mlp_and_last_rows(
     per_rank = {key: count / tp for key, count in phases.items()}
     once = {(phase, 0): 1 for phase in ("qkv", "attention", "linear")}
     assert per_rank == {**once, ("mlp", 0): blocks, ("qkv", 1): 1, ("last rows", 1): 1}
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", [10, 10, 5]), ("cuda", [25])])
+def test_a_gpu_is_handed_the_mlp_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, device: str, blocks: list[int]
+) -> None:
+    monkeypatch.setattr(prefill, "MLP_ROWS", 10)
+    layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=JobClock())
+    layer.mlp.side_effect = torch.clone
+    with FakeTensorMode():
+        PrefillLoop._mlp(Mock(), run, 0, layer, torch.empty(25, 8, device=device))
+    assert [len(call.args[0]) for call in layer.mlp.call_args_list] == blocks
