@@ -30,10 +30,10 @@ class SpGroup:
     member: int
     clock: JobClock
     give_way: Callable[[], None] = lambda: None
-    """To be called between two parts of a long computation, outside of exchanges, on a CPU every few
-    seconds at least (`query_blocks`): runs urgent jobs that need nobody but this rank, and tells
-    the router of progress. Under tensor parallelism every job needs several ranks: there it only
-    tells."""
+    """To be called between two parts of a long computation, outside of exchanges, on a CPU every
+    few seconds at least (`query_blocks`): runs urgent jobs that need nobody but this rank, and
+    tells the router of progress. Under tensor parallelism every job needs several ranks: there it
+    only tells."""
     withdrawn: set[int] = field(default_factory=set)
     """The job's requests that nobody wants any more; grows between layers, at all members before
     the same one. Their rows stay, because bounds do, but what is computed of them is of no use."""
