@@ -144,7 +144,7 @@ def up(link: Link) -> Testbed:
     try:
         bed.build(link)
     except BaseException:
-        with _signals_held():
+        with signals_held():
             bed.remove()
             claim.release()
         raise
@@ -162,7 +162,7 @@ def down(name: str) -> None:
     if name not in claimed():
         raise ValueError(f"there is no testbed {name}")
     claim = Claim(name)
-    with _signals_held():
+    with signals_held():
         Testbed(name).remove()
         claim.release()
 
@@ -170,13 +170,13 @@ def down(name: str) -> None:
 @contextmanager
 def two_servers(link: Link) -> Iterator[Testbed]:
     """A bed for the duration of a block, taken down also on failure, Ctrl-C and SIGTERM."""
-    with _termination_raises():
+    with termination_raises():
         claim, bed = _claim_new()
         try:
             bed.build(link)
             yield bed
         finally:
-            with _signals_held():
+            with signals_held():
                 bed.remove()
                 claim.release()
 
@@ -194,7 +194,7 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def _termination_raises() -> Iterator[None]:
+def termination_raises() -> Iterator[None]:
     """SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, instead of ending the process."""
 
     def unwind(number: int, _frame: object) -> None:
@@ -209,7 +209,7 @@ def _termination_raises() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Signals wait until the block is through: half a removal is what `down` is for."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDINGS})
     try:

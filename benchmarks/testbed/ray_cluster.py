@@ -1,29 +1,35 @@
 """The whole Ray Serve deployment over the two servers: a Ray head on one, a node on the other.
 
 Ray's own `ray stop` would end every Ray on the machine; what runs here ends with the namespaces,
-when the bed goes down. Each node offers so few CPUs that a prefill gang of four ranks has to be
-split two and two, and carries its Rack-Server id as the node label `csps.io/server`: which rank
-lands on which node is Ray's choice, so a topology in the settings could only guess.
+when the bed goes down, or by its sessions, where it does not become ready. Each node offers so few
+CPUs that a prefill gang of four ranks has to be split two and two, and carries its Rack-Server id
+as the node label `csps.io/server`: which rank lands on which node is Ray's choice, so a topology in
+the settings could only guess.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from csps.protocols.errors import DeadlineExceeded
 from csps.services.deploy_config import IMPORT_PATH, DeployConfig, read_config
 from csps.services.ray_head import RayHead
 from csps.services.serve_command import deploy, wait_ready
+from csps.services.serve_status import last_line
 from testbed import iproute
 from testbed.claim import files_of
-from testbed.network import Server, Testbed
+from testbed.network import Server, Testbed, signals_held, termination_raises
 
 GCS_PORT, DASHBOARD_PORT = 6399, 8265
 """Of the head; the namespace is its own, so no other Ray can have them."""
@@ -53,21 +59,64 @@ class _Head(RayHead):
 def start(bed: Testbed, *, model: str = "needle", port: int = 8000) -> str:
     """Start Ray on both servers, deploy, wait until ready; returns the URL, seen from server 0.
 
+    Where it fails nothing is left of it, and the bed is as it was.
+
     Raises:
-        RuntimeError: Ray does not start; the message carries its last words.
+        RuntimeError: Ray has been started in this bed, or does not start; the message carries its
+            last words.
         CspsError: the application cannot be deployed.
     """
-    folder = files_of(bed.name)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    head = _head(bed, folder)
-    for server in bed.servers:
-        _start_node(server, head, folder)
-    config = _config(bed, folder, model, port)
-    # Ray's REST API and the server's own listen on server 0's loopback only.
-    with iproute.entered(bed.servers[0].namespace):
-        deploy(config, head, folder)
-        wait_ready(config, head, say=print)
+    folder = _new_folder(bed)
+    with _undone_on_failure(folder) as started:
+        head = _head(bed, folder)
+        for server in bed.servers:
+            _start_node(server, head, folder, started)
+        config = _config(bed, folder, model, port)
+        # Ray's REST API and the server's own listen on server 0's loopback only.
+        with iproute.entered(bed.servers[0].namespace):
+            deploy(config, head, folder)
+            wait_ready(config, head, say=print)
     return config.url
+
+
+def _new_folder(bed: Testbed) -> Path:
+    folder = files_of(bed.name)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        raise RuntimeError(
+            f"Ray has been started in testbed {bed.name}; allowed is once, `down` ends it"
+        ) from None
+    return folder
+
+
+@contextmanager
+def _undone_on_failure(folder: Path) -> Iterator[list[_Node]]:
+    """A list for the nodes that a block starts. Unless it succeeds they end, and the folder goes;
+    what others run on the servers stays."""
+    started: list[_Node] = []
+    with termination_raises():
+        try:
+            yield started
+        except BaseException:
+            with signals_held():
+                for node in started:
+                    node.kill()
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What `ray start` leaves running on a server: the session that its process has led."""
+
+    head: RayHead
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """Returns when nothing of it is left."""
+        replace(self.head, pid=self.process.pid).stop(grace_s=0)
+        self.process.wait()
 
 
 def _head(bed: Testbed, folder: Path) -> _Head:
@@ -84,7 +133,8 @@ def _head(bed: Testbed, folder: Path) -> _Head:
     )
 
 
-def _start_node(server: Server, head: RayHead, folder: Path) -> None:
+def _start_node(server: Server, head: RayHead, folder: Path, started: list[_Node]) -> None:
+    name = f"ray start on server {server.index}"
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats"),
         f"--node-ip-address={server.address}",
@@ -95,19 +145,23 @@ def _start_node(server: Server, head: RayHead, folder: Path) -> None:
         f"--labels={SERVER_LABEL}=0-{server.index}",
         *(_head_options(head) if server.index == 0 else [f"--address={head.address}"]),
     ]
-    log = Path(folder / f"ray-{server.index}.log")
+    log = folder / f"ray-{server.index}.log"
     with log.open("wb") as output:
-        done = subprocess.run(
+        process = subprocess.Popen(
             server.command(*command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **_environment(head)},
-            timeout=START_S,
-            check=False,
+            start_new_session=True,
         )
-    if done.returncode:
-        raise RuntimeError(f"ray start on server {server.index} failed:\n{log.read_text()[-2000:]}")
+    started.append(_Node(head, process))
+    try:
+        status = process.wait(START_S)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(name, START_S) from None
+    if status:
+        raise RuntimeError(f"{name} failed: {last_line(log.read_text())}")
 
 
 def _head_options(head: RayHead) -> list[str]:
