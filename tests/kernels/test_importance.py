@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_reference import dense_attention, dense_importance
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from token_layouts import LAYOUTS, SMALL_LAYOUTS, batches, random_qkv
 from torch import Tensor
 
@@ -93,24 +94,50 @@ def test_triton_layouts(layout: str, triton_device: str) -> None:
     check_triton(triton_device, q, k, q_positions=q_positions, k_positions=k_positions)
 
 
-@settings(max_examples=12, deadline=None)
-@given(batches(longest=70))
-def test_triton_variable_length_batches(triton_device: str, batch: dict[str, Any]) -> None:
+@settings(max_examples=16, deadline=None)
+@given(batches(longest=70), st.booleans())
+def test_triton_variable_length_batches(
+    triton_device: str, batch: dict[str, Any], all_seen: bool
+) -> None:
     q, k, _ = (x.float() for x in batch.pop("qkv"))
+    if all_seen:
+        batch |= {"q_positions": None, "k_positions": None}
     if len(q) and len(k):
         check_triton(triton_device, q, k, **batch)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize(("queries", "earlier"), [(40, 150), (90, 7), (1, 129)])
+def test_triton_keys_of_earlier_members(
+    heads: int, queries: int, earlier: int, triton_device: str
+) -> None:
+    """Without positions, by the LSE over more keys than are given: as judges ask others."""
+    from csps.kernels import triton_importance
+
+    q, k, v = random_qkv(9, queries, earlier + queries, heads=heads, dtype=torch.float32)
+    positions: dict[str, Any] = {
+        "q_positions": torch.arange(earlier, earlier + queries),
+        "k_positions": torch.arange(earlier + queries),
+    }
+    lse_ht = dense_attention(q, k, v, **positions)[1].float()
+    k_tgd, _ = torch.cat([k, v], dim=-1)[:earlier].to(triton_device).chunk(2, dim=-1)
+    sums_gt = triton_importance.column_sums(
+        q.to(triton_device), k_tgd, lse_ht.to(triton_device), None, None, 0.25, None, None
+    )
+    want = dense_importance(q, k, **positions)[:, :earlier]
+    torch.testing.assert_close(sums_gt.cpu().double() / queries, want, atol=1e-5, rtol=1e-5)
 
 
 def check_triton(device: str, q: Tensor, k: Tensor, **kwargs: Any) -> None:
     from csps.kernels import triton_importance
 
     lse_ht = dense_attention(q, k, k, **kwargs)[1].float()
-    positions = (kwargs["q_positions"].to(device), kwargs["k_positions"].to(device))
+    positions = (kwargs["q_positions"], kwargs["k_positions"])
     sums_gt = triton_importance.column_sums(
         q.to(device),
         k.to(device),
         lse_ht.to(device),
-        *positions,
+        *(None if it is None else it.to(device) for it in positions),
         kwargs.get("scale") or q.shape[2] ** -0.5,
         kwargs.get("cu_seqlens_q"),
         kwargs.get("cu_seqlens_k"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -145,25 +146,79 @@ def test_a_part_with_rows_for_some_tokens_leaves_the_others_alone() -> None:
     torch.testing.assert_close((out_thd, lse_ht), want, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("keep", [None, 11])
-def test_triton_merges_into_the_same(keep: int | None, triton_device: str) -> None:
+def block(x_thd: Tensor, x_ht: Tensor, device: str) -> tuple[Part, Part]:
+    """A copy of a part as rows of one prompt and heads of one owner, and the whole around it."""
+    tokens, heads, dim = x_thd.shape
+    rows, owned = slice(3, 3 + tokens), slice(2, 2 + heads)
+    whole_thd = torch.full((tokens + 10, heads + 3, dim), 7.0)
+    whole_ht = torch.full((heads + 3, tokens + 10), 7.0)
+    whole_thd[rows, owned], whole_ht[owned, rows] = x_thd.float(), x_ht.float()
+    whole = whole_thd.to(device), whole_ht.to(device)
+    return (whole[0][rows, owned], whole[1][owned, rows]), whole
+
+
+def assert_nothing_beside(part: Part, whole: Part) -> None:
+    """All around the block is as it was."""
+    for inside, around in zip(part, whole, strict=True):
+        inside.fill_(7.0)
+        assert (around == 7.0).all()
+
+
+def dense_parts(cuts: list[int], shift: float = 0.0) -> tuple[list[Part], Part]:
+    """fp64 attention of 50 queries, the first five of them blind, over parts of the keys, the
+    last part first, and over all keys."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (50, 6, 24), (50, 3, 24), (50, 3, 24)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q[..., 0], k[..., 0] = 100.0, shift / 100.0
+    q_positions, k_positions = torch.arange(50), torch.arange(5, 55)
+    *parts, whole = (
+        dense_attention(
+            q, k[a:b], v[a:b], q_positions=q_positions, k_positions=k_positions[a:b], scale=1.0
+        )
+        for a, b in [*reversed(list(pairwise(cuts))), (0, 50)]
+    )
+    return parts, whole
+
+
+def assert_near_fp64(got: Sequence[Tensor], want: Sequence[Tensor], shift: float = 0.0) -> None:
+    """At |lse| = 1e4 fp32 has three decimals."""
+    atol = 2e-2 if shift else 1e-5
+    torch.testing.assert_close([x.cpu().double() for x in got], list(want), atol=atol, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_triton_merges_parts_of_the_keys_into_a_block(shift: float, triton_device: str) -> None:
     from csps.kernels import triton_merge
 
-    running = some_rows(40, seed=2)
-    part = some_rows(keep or 40, seed=3)
-    kept_gk = None if keep is None else kept_rows(40, keep)
-    got = [x.to(triton_device, copy=True) for x in running]
-    part_khd, part_hk = (x.to(triton_device) for x in part)
-    kept = None if kept_gk is None else kept_gk.to(triton_device)
-    triton_merge.merge_into(got[0], got[1], part_khd, part_hk, kept)
-    merge_into(*running, *part, kept_gk)
-    torch.testing.assert_close([x.cpu() for x in got], list(running), atol=1e-6, rtol=1e-6)
+    (first, *others), want = dense_parts([0, 7, 7, 30, 50], shift)
+    running, whole = block(*first, triton_device)
+    for other in others:
+        triton_merge.merge_into(*running, *block(*other, triton_device)[0], None)
+    assert_near_fp64(running, want, shift)
+    assert_nothing_beside(running, whole)
 
 
-def test_triton_merges_stacked_parts_the_same(triton_device: str) -> None:
+def test_triton_merges_rows_of_some_tokens_into_a_block(triton_device: str) -> None:
     from csps.kernels import triton_merge
 
-    parts = [some_rows(21, seed) for seed in range(4)]
-    outs, lses = (torch.stack(x).to(triton_device) for x in zip(*parts, strict=True))
-    got = [x.cpu() for x in triton_merge.merge_stacked(outs, lses)]
-    torch.testing.assert_close(got, list(merged(parts)), atol=1e-6, rtol=1e-6)
+    ((late_thd, late_ht), (early_thd, early_ht)), (all_thd, all_ht) = dense_parts([0, 30, 50])
+    kept_gk = kept_rows(50, 11)
+    kept_hk = kept_gk.repeat_interleave(2, dim=0)
+    part_khd, part_hk = early_thd[kept_hk.T, torch.arange(6)], early_ht.gather(1, kept_hk)
+    running, whole = block(late_thd, late_ht, triton_device)
+    part, _ = block(part_khd, part_hk, triton_device)
+    triton_merge.merge_into(*running, *part, kept_gk.to(triton_device))
+    is_kept_ht = torch.zeros(6, 50, dtype=torch.bool).scatter_(1, kept_hk, True)
+    want_thd = torch.where(is_kept_ht.T[..., None], all_thd, late_thd)
+    assert_near_fp64(running, (want_thd, torch.where(is_kept_ht, all_ht, late_ht)))
+    assert_nothing_beside(running, whole)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_triton_merges_stacked_parts_of_the_keys(shift: float, triton_device: str) -> None:
+    from csps.kernels import triton_merge
+
+    parts, want = dense_parts([0, 7, 7, 30, 50], shift)
+    outs, lses = (torch.stack(x).float().to(triton_device) for x in zip(*parts, strict=True))
+    assert_near_fp64(triton_merge.merge_stacked(outs, lses), want, shift)

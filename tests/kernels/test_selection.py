@@ -79,7 +79,7 @@ def test_gathered_rows_merge_back_where_they_came_from() -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "signed", "infinite"])
 @pytest.mark.parametrize(("tokens", "keep"), [(300, 100), (300, 1), (5, 5), (400, 399), (9, 0)])
-def test_triton_selects_the_same(kind: str, tokens: int, keep: int, triton_device: str) -> None:
+def test_triton_selects_the_best(kind: str, tokens: int, keep: int, triton_device: str) -> None:
     from csps.kernels import triton_selection
 
     generator = torch.Generator().manual_seed(tokens + keep)
@@ -91,7 +91,7 @@ def test_triton_selects_the_same(kind: str, tokens: int, keep: int, triton_devic
         "infinite": scores_gt.masked_fill(scores_gt[0] < 0.2, torch.inf),
     }[kind]
     got = triton_selection.top_tokens(scores_gt.to(triton_device), keep)
-    assert torch.equal(got.cpu(), select(scores_gt, keep))
+    assert got.tolist() == [best(row.tolist(), keep, [False] * tokens) for row in scores_gt]
 
 
 def test_triton_selects_over_several_blocks(
@@ -103,4 +103,4 @@ def test_triton_selects_over_several_blocks(
     scores_gt = (torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) * 9).floor()
     for keep in (64, 130):
         got = triton_selection.top_tokens(scores_gt.to(triton_device), keep)
-        assert torch.equal(got.cpu(), select(scores_gt, keep))
+        assert got.tolist() == [best(row.tolist(), keep, [False] * 200) for row in scores_gt]
