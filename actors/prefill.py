@@ -129,6 +129,12 @@ class PrefillLoop:
         """Stop everything: the router that asked for it is gone."""
         for rid in self._book.cancel_all():
             self._free(rid)
+        self._progress.watch(self.open_jobs)
+
+    @property
+    def ending_steps(self) -> int:
+        """Grows while the jobs get on that `cancel_all` has found open."""
+        return self._progress.watched_steps
 
     @property
     def open_jobs(self) -> frozenset[int]:

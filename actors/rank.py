@@ -54,9 +54,10 @@ from csps.protocols.rpc_server import Handler, Peer
 
 _log = logging.getLogger(__name__)
 
-DRAIN_S = 60.0
-"""For the jobs of a router that is gone to end. Longer means that one of them never reached a
-member of its group, for which the others would wait."""
+DRAIN_S = 180.0
+"""Without a step of the jobs of a router that is gone. They stop at the next layer: a rank that
+computes takes steps all the way, but one that waits for another member takes none. Longer means
+that a job never reached a member of its group, for which the others would wait."""
 LOOP_END_S = 2.0
 """For the loops to end by themselves when a rank closes; then their peers are cut off."""
 
@@ -263,15 +264,23 @@ class Rank:
         self._router = None
         if self._prefill is not None:
             self._prefill.cancel_all()
-            stopping = self._prefill.open_jobs
-            self._rpc.later(DRAIN_S, lambda: self._check_drained(stopping))
+            self._drain(self._prefill, self._prefill.open_jobs)
         if self._decode is not None:
             self._decode.cancel_all(self._router_id)
 
-    def _check_drained(self, jobs: frozenset[int]) -> None:
-        assert self._prefill is not None
-        if jobs & self._prefill.open_jobs:
-            self._break(DeadlineExceeded("the end of a former router's jobs", DRAIN_S))
+    def _drain(self, prefill: PrefillLoop, jobs: frozenset[int]) -> None:
+        """See that a former router's jobs get on until they have ended."""
+        steps = prefill.ending_steps
+
+        def check() -> None:
+            if not (left := jobs & prefill.open_jobs):
+                return
+            if prefill.ending_steps == steps:
+                self._break(DeadlineExceeded("a step of a former router's jobs", DRAIN_S))
+            else:
+                self._drain(prefill, left)
+
+        self._rpc.later(DRAIN_S, check)
 
     def _require_attached(self, peer: Peer) -> None:
         """Two routers at once would be two sequencers."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from gang_threads import ThreadCell, eventually, is_broken, thread_cell
 from greedy_reference import greedy_tokens
 
 from csps.actors import rank as rank_module
+from csps.actors.rpc_thread import RpcThread
 from csps.protocols.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.messages import (
     CancelRequest,
@@ -170,14 +172,47 @@ async def test_a_job_that_reached_only_some_breaks_the_gang(
         await eventually(lambda: not any(r.engine.pool.used for r in cell.decode_gang.ranks))
 
 
-async def test_jobs_that_end_in_time_break_nothing(tiny_llama: Path) -> None:
+Checks = dict[RpcThread, list[Callable[[], None]]]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
+    """What ranks would do in DRAIN_S."""
+    due: Checks = defaultdict(list)
+    monkeypatch.setattr(RpcThread, "later", lambda rpc, delay_s, call: due[rpc].append(call))
+    return due
+
+
+async def test_jobs_that_end_in_time_break_nothing(tiny_llama: Path, checks: Checks) -> None:
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
         await cell.hang_up()
         await cell.idle()
         for rank in cell.prefill_gang.ranks:
-            rank._check_drained(frozenset(cell.jobs))  # as it will be DRAIN_S from now
+            await eventually(lambda rpc=rank._rpc: bool(checks[rpc]))
+            (check,) = checks[rank._rpc]
+            check()
+            assert checks[rank._rpc] == [check], "there is nothing to look for any more"
         await check_serves(await successor(cell), tiny_llama)
+
+
+async def test_jobs_have_as_long_as_they_get_on(tiny_llama: Path, checks: Checks) -> None:
+    """The job has not reached the other member, so that all its steps are this test's."""
+    async with cell_of(tiny_llama) as cell:
+        it = request(1)
+        await cell.reserve(it)
+        job_id = cell.submit(job(it), it.prompt, ranks=[1])
+        await cell.prefill.stats()
+        await cell.hang_up()
+        rank = cell.prefill_gang.ranks[1]
+        await eventually(lambda: bool(checks[rank._rpc]))
+        for _ in range(3):
+            rank._prefill_loop._progress.step(job_id)
+            checks[rank._rpc].pop()()
+            assert not is_broken(rank)
+        rank._prefill_loop._progress.step(job_id + 1)  # of the next router
+        checks[rank._rpc].pop()()
+        assert is_broken(rank)
 
 
 async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None:
