@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csps.actors.announce import Notify, token_drawn
+from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine import Engine
 from csps.actors.landing import Reservation
 from csps.actors.mesh import PEER_DEADLINE, Tag
@@ -34,7 +34,7 @@ from csps.protocols.errors import (
     FaultError,
     ProtocolError,
 )
-from csps.protocols.messages import JoinBatch, RequestFailed, Reserve, SlotsFreed, Span
+from csps.protocols.messages import JoinBatch, Reserve, SlotsFreed, Span
 
 _log = logging.getLogger(__name__)
 
@@ -329,13 +329,7 @@ class DecodeLoop:
     def _announce(self, decoding: _Decoding, draw: Draw | CspsError) -> tuple[int, int]:
         """Tell the router; returns the token and whether the request is finished."""
         if isinstance(draw, CspsError):
-            failure = RequestFailed(
-                rid=decoding.rid,
-                rank=self._engine.rank,
-                code=type(draw).__name__,
-                message=str(draw),
-            )
-            self._notify("failed", failure)
+            self._notify("failed", request_failed(decoding.rid, self._engine.rank, draw))
             return 0, 1
         self._notify("token", token_drawn(decoding.rid, decoding.index, draw))
         return draw.token, int(draw.finish_reason is not None)

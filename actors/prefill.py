@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csps.actors.announce import Notify, token_drawn
+from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.bridge import Bridge, send_layer
 from csps.actors.engine import Engine
 from csps.actors.job_clock import JobClock
@@ -40,7 +40,7 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, TransferError
-from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
+from csps.protocols.messages import PrefillDone, PrefillJob
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class PrefillLoop:
         if self._engine.instance not in job.group:
             return
         for piece in job.pieces:
-            self._fail(piece.rid, type(error).__name__, str(error))
+            self._fail(piece.rid, error)
         self._notify(
             "prefill_done",
             PrefillDone(
@@ -323,7 +323,7 @@ class PrefillLoop:
             sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
             draw = sampler.draw(logits_v, 0)
         except CspsError as exc:
-            self._fail(piece.rid, type(exc).__name__, str(exc))
+            self._fail(piece.rid, exc)
         else:
             self._notify("token", token_drawn(piece.rid, 0, draw))
 
@@ -410,11 +410,10 @@ class PrefillLoop:
         _log.warning("KV of job %d was not sent: %s", run.job.job_id, exc)
         for piece in run.job.pieces:
             message = "the decode gang was lost while KV was being sent"
-            self._fail(piece.rid, "TransferError", message)
+            self._fail(piece.rid, TransferError(message))
 
-    def _fail(self, rid: int, code: str, message: str) -> None:
-        failure = RequestFailed(rid=rid, rank=self._engine.rank, code=code, message=message)
-        self._notify("failed", failure)
+    def _fail(self, rid: int, error: CspsError) -> None:
+        self._notify("failed", request_failed(rid, self._engine.rank, error))
 
     def _report_done(self, run: _Run, transfer_s: float) -> None:
         self._notify(

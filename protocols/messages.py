@@ -315,6 +315,8 @@ class RequestFailed:
     rank: int
     code: str
     message: str
+    param: str | None = None
+    """The field of the client's request at fault, where one is."""
 
 
 @dataclass(frozen=True, kw_only=True)

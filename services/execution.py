@@ -10,7 +10,13 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.errors import ConnectionLost, DeadlineExceeded, GangLost, ProtocolError
+from csps.protocols.errors import (
+    ConnectionLost,
+    CspsError,
+    DeadlineExceeded,
+    GangLost,
+    ProtocolError,
+)
 from csps.protocols.errors import from_wire as error_from_wire
 from csps.protocols.messages import (
     CancelRequest,
@@ -368,8 +374,7 @@ class Execution:
         message = unpack(RequestFailed, payload)
         attempt = self._attempts.get(message.rid)
         if attempt is not None and not attempt.over:
-            wire = {"code": message.code, "message": message.message}
-            self._fail(attempt, error_from_wire(wire))
+            self._fail(attempt, _error_of(message))
 
     # --- deadlines ---
 
@@ -421,6 +426,13 @@ class Execution:
         assert all(not attempt.over for attempt in self._serving.values()), "over, but serving"
         if self.decode_load is not None:
             assert self.decode_load.ledger.owners <= set(self._attempts), "slots of nobody"
+
+
+def _error_of(failed: RequestFailed) -> CspsError:
+    wire: dict[str, Any] = {"code": failed.code, "message": failed.message}
+    if failed.param is not None:
+        wire["data"] = {"message": failed.message, "param": failed.param}
+    return error_from_wire(wire)
 
 
 def _shown(decision: JobDecision, attempt: Attempt) -> Placement:

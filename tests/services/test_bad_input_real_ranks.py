@@ -81,7 +81,9 @@ async def test_forbidding_every_token_is_refused_at_the_first_attempt(
     fields = {"min_tokens": min_tokens, "stop_token_ids": every, "temperature": temperature}
     answer = await tiny.client.post("/v1/completions", json=completion(stream=stream, **fields))
     assert answer.status_code == 400
-    assert "every token is forbidden" in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert "every token is forbidden" in error["message"]
+    assert error["param"] == "stop_token_ids"
     await check_still_serves(tiny)
 
 
