@@ -33,11 +33,6 @@ class Tokenizer:
         """Tokens that end an answer: the model's, and the tokenizer's own."""
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that have a text; a model's padded embedding may have more rows."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
     def highest_id(self) -> int:
         """The largest id that `encode` may return; ids may have gaps. Looks at the whole
         vocabulary."""

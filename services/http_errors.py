@@ -71,11 +71,6 @@ def _public(error: Exception) -> Exception:
     return InvalidRequest(str(error)) if isinstance(error, InvalidTextError) else error
 
 
-async def on_error(request: Request, error: Exception) -> JSONResponse:
-    """Whatever a handler raised."""
-    return error_response(error)
-
-
 async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """What Starlette itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)

@@ -187,7 +187,7 @@ class SpTp(WithTransfers):
         """Of each instance of the group."""
         if self._plan is None:
             return [(0, 0)] * self._group.size
-        return [(place.rack, place.server) for place in self._plan.topology.locations]
+        return [place.server_id for place in self._plan.topology.locations]
 
     @cached_property
     def _distances(self) -> list[int]:
