@@ -214,6 +214,8 @@ class Transfers:
             return
         if self.overlap:
             self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
+        if not self.timeline.on:
+            return  # an event costs more than a phase that is not noted
         for transfer in self._under_way:
             begin, end = transfer.span_ns
             label = transfer.label
