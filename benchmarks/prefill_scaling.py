@@ -80,8 +80,8 @@ async def _measure(name: str, model: Path, args: argparse.Namespace) -> list[dic
 
 async def _compare(cell: Cell, gangs: Sequence[Gang], length: int, rounds: int) -> dict[str, float]:
     for gang in gangs:
-        await _prefill(cell, gang, min(length, 1024), seed=0)  # allocators and caches warm up
-    runs = [[await _prefill(cell, gang, length, seed=n) for gang in gangs] for n in range(rounds)]
+        await prefill(cell, gang, min(length, 1024), seed=0)  # allocators and caches warm up
+    runs = [[await prefill(cell, gang, length, seed=n) for gang in gangs] for n in range(rounds)]
     one_s, two_s = (statistics.median(run[i][0] for run in runs) for i in range(2))
     waited_s = statistics.median(run[1][1] for run in runs)
     return {
@@ -92,12 +92,18 @@ async def _compare(cell: Cell, gangs: Sequence[Gang], length: int, rounds: int) 
     }
 
 
-async def _prefill(cell: Cell, gang: Gang, length: int, *, seed: int) -> tuple[float, float]:
-    """(seconds to the first token, most that a rank has waited for others)."""
+async def prefill(
+    cell: Cell, gang: Gang, length: int, *, seed: int, **fields: Any
+) -> tuple[float, float]:
+    """(seconds to the first token, most that a rank has waited for others).
+
+    Args:
+        fields: of the job.
+    """
     cell.prefill = gang
     prompt = np.random.default_rng(seed).integers(3, 256, length).astype("<i4")
     request = Request(rid=max(cell.jobs, default=0) + 1, prompt=prompt, shares=())
-    job = job_of([request.piece()], range(gang.instances))
+    job = job_of([request.piece()], range(gang.instances), **fields)
     begin = time.perf_counter()
     job_id = cell.submit(job, prompt)
     await cell.until(lambda: cell.about(TokenDrawn, rid=request.rid))

@@ -1,0 +1,90 @@
+"""What phases cost a prefill whose timeline nobody asked for, beside the time of a layer.
+
+    python benchmarks/timeline_off.py [--tokens 4096] [--json FILE]
+
+Sparse attention on two ranks, which has most phases: those of a prefill are counted, and one is
+timed by itself. All is CPU time, which other load hardly changes: `layer_ms` is a rank's, on the
+average over the layers of the cheapest of five prefills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import tempfile
+import time
+import timeit
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import prefill_scaling  # which also lets the tests' modules be imported
+import report
+import wide_checkpoint
+from gang_cell import Cell, GangPlan
+from gang_threads import thread_gang
+
+from csps.actors.timeline import Timeline
+from csps.protocols.csa import CsaPlan
+
+RANKS, LAYERS, ROUNDS, CALLS = ("0-0-0", "0-1-0"), wide_checkpoint.LAYERS, 5, 100_000
+PLAN = CsaPlan.uniform(RANKS, levels=2, layers=LAYERS, drop_ratio=0.5, micro_partitions=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tokens", type=int, default=4096)
+    args = report.with_json_option(parser).parse_args()
+    phases, layer_s = asyncio.run(_layer(args.tokens))
+    phase_s = _phase_s()
+    row = {
+        "tokens": args.tokens,
+        "layer_ms": layer_s * 1e3,
+        "phases": phases,
+        "phase_ns": phase_s * 1e9,
+        "phases_us": phases * phase_s * 1e6,
+    }
+    report.publish({"benchmark": "timeline_off"}, [row], args.json)
+
+
+async def _layer(tokens: int) -> tuple[float, float]:
+    """(phases, seconds) of one rank."""
+    phase, calls = Timeline.phase, itertools.count()
+
+    def counted(*args: Any, **where: Any) -> Any:
+        next(calls)
+        return phase(*args, **where)
+
+    async def prefill(seed: int) -> float:
+        begin = time.process_time()
+        await prefill_scaling.prefill(cell, gang, tokens, seed=seed, strategy="csa", csa=PLAN)
+        return time.process_time() - begin
+
+    cell = Cell()
+    with tempfile.TemporaryDirectory() as model:
+        wide_checkpoint.make(Path(model))
+        plan = GangPlan(model_dir=model, role="prefill", instances=len(RANKS), kv_slots=tokens)
+        async with thread_gang(plan) as ranks:
+            gang = await cell.attach(ranks.addresses)
+            with patch.object(Timeline, "phase", counted):
+                await prefill(0)
+            seconds = min([await prefill(seed) for seed in range(ROUNDS)])
+            await gang.hang_up()
+    layers = len(RANKS) * LAYERS
+    return next(calls) / layers, seconds / layers
+
+
+def _phase_s() -> float:
+    """Seconds of a phase that is not noted."""
+    timeline = Timeline(on=False)
+
+    def phase() -> None:
+        with timeline.phase("attention", layer=1, level=2, micro=3):
+            pass
+
+    return min(timeit.repeat(phase, timer=time.process_time, number=CALLS, repeat=5)) / CALLS
+
+
+if __name__ == "__main__":
+    main()
