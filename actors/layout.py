@@ -43,11 +43,6 @@ class GangLayout:
         return range(instance * self.tp, (instance + 1) * self.tp)
 
 
-def even_share(total: int, parts: int, index: int) -> range:
-    """Part `index` of `total` things cut into contiguous parts that differ by one at most."""
-    return range(index * total // parts, (index + 1) * total // parts)
-
-
 @dataclass(frozen=True)
 class LocalPiece:
     """The part of a job's piece that one member of the group computes."""

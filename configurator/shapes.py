@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from csps.protocols.even_share import even_share
 from csps.protocols.topology import Topology
 
 
@@ -74,11 +75,6 @@ class GroupShape:
     def rank_servers(self) -> tuple[int, ...]:
         """Of each rank."""
         return tuple(server for server in self.servers for _ in range(self.tp))
-
-
-def even_share(total: int, parts: int, index: int) -> range:
-    """Part `index` of `total` things cut into contiguous parts that differ by one at most."""
-    return range(index * total // parts, (index + 1) * total // parts)
 
 
 def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:

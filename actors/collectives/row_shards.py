@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csps.actors.collectives.row_tree import MakeTree, RowTree
-from csps.actors.layout import even_share
 from csps.actors.mesh import Mesh
+from csps.protocols.even_share import even_share
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from csps.actors.csa.geometry import LevelGeometry, Part, SegmentGeometry, Sight
-from csps.actors.layout import even_share
 from csps.actors.strategies.group import HeadSplit
+from csps.protocols.even_share import even_share
 
 Kind = Literal["queries", "keys"]
 """Keys travel together with their values."""

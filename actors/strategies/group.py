@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
-from csps.actors.layout import GangLayout, LocalPiece, even_share, local_pieces
+from csps.actors.layout import GangLayout, LocalPiece, local_pieces
 from csps.actors.mesh import Mesh
+from csps.protocols.even_share import even_share
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
 

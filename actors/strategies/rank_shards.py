@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 from csps.actors.collectives.row_shards import RowShards
 from csps.actors.collectives.row_tree import MakeTree, flat_tree
-from csps.actors.layout import even_share
 from csps.actors.strategies.group import SpGroup
+from csps.protocols.even_share import even_share
 
 
 def rank_shards(

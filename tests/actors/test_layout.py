@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.layout import GangLayout, even_share, local_pieces
+from csps.actors.layout import GangLayout, local_pieces
 from csps.actors.strategies.group import HeadSplit
 from csps.protocols.messages import PrefillPiece
 
@@ -27,13 +27,6 @@ def test_every_rank_has_one_place(instances: int, tp: int) -> None:
 def test_worlds_that_cannot_be_cut_are_refused(world_size: int, tp: int) -> None:
     with pytest.raises(ValueError, match=f"tp={tp}"):
         GangLayout(world_size=world_size, tp=tp)
-
-
-@given(total=st.integers(0, 100), parts=st.integers(1, 9))
-def test_even_shares_cover_everything_and_differ_by_one(total: int, parts: int) -> None:
-    shares = [even_share(total, parts, index) for index in range(parts)]
-    assert [it for share in shares for it in share] == list(range(total))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @st.composite

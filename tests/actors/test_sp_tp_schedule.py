@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.actors.collectives.row_shards import RowPart
-from csps.actors.layout import even_share
 from csps.actors.strategies.sp_tp_schedule import (
     Attend,
     HandOn,
@@ -18,6 +17,7 @@ from csps.actors.strategies.sp_tp_schedule import (
     near_to_far,
     one_after_another,
 )
+from csps.protocols.even_share import even_share
 
 
 def parts_of(lengths: Sequence[int], micro_partitions: int) -> tuple[RowPart, ...]:

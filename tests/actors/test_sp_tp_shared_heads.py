@@ -15,9 +15,9 @@ from strategy_gangs import MODELS, Gangs, started_once
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of
 from torch import Tensor
 
-from csps.actors.layout import even_share
 from csps.actors.strategies.sp_tp import SpTp
 from csps.protocols.csa import CsaPlan, LayerGroup, halving
+from csps.protocols.even_share import even_share
 from csps.protocols.topology import Topology
 
 WINDOW, SINKS, TAIL = 6, 1, 2

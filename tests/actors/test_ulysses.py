@@ -17,10 +17,11 @@ from torch import Tensor
 
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
-from csps.actors.layout import GangLayout, even_share
+from csps.actors.layout import GangLayout
 from csps.actors.mesh import Mesh
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
+from csps.protocols.even_share import even_share
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
 HEAD_DIM = 8

@@ -1,0 +1,15 @@
+"""Things are cut into parts of one size, give or take one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.even_share import even_share
+
+
+@given(total=st.integers(0, 100), parts=st.integers(1, 9))
+def test_even_shares_cover_everything_and_differ_by_one(total: int, parts: int) -> None:
+    shares = [even_share(total, parts, index) for index in range(parts)]
+    assert [it for share in shares for it in share] == list(range(total))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
