@@ -35,4 +35,4 @@ class ProgressReport:
         now = time.monotonic()
         if now - self._told >= REPORT_S:
             self._told = now
-            self._notify("prefill_progress", PrefillProgress(job_id=job_id, rank=self._rank))
+            self._notify("prefill_progress", PrefillProgress(rank=self._rank))

@@ -266,9 +266,8 @@ class TokenDrawn:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillProgress:
-    """`prefill_progress`, from a rank of a job's group, about once a second: it gets on."""
+    """`prefill_progress`, from a rank with a job to do, about once a second: it gets on."""
 
-    job_id: int
     rank: int
 
 

@@ -67,8 +67,9 @@ class PrefillSettings(GangSettings):
     short_tokens: Count = 1_024
     """Prompts up to this length may run inside a longer one, between two parts of a layer."""
     progress_deadline_s: Seconds = 180.0
-    """A gang is replaced when a job of it was not heard of for so long. Ranks at work tell about
-    once a second, or once for a part of a layer that takes longer, however long the prompt is."""
+    """A gang is replaced when the instances of a job, and those that they wait for, were silent for
+    so long. Ranks at work tell about once a second, or once for a part of a layer that takes
+    longer, however long the prompt is."""
 
 
 class DecodeSettings(GangSettings):

@@ -315,13 +315,11 @@ class FakeCell:
             self.decode = gang
             self.directory.publish(replace(view, decode=members))
 
-    async def tell_progress(self, rank: int, job: PrefillJob) -> None:
+    async def tell_progress(self, rank: int) -> None:
         """A prefill rank says that it gets on, and the router has heard of it."""
         heard = self.dispatcher._execution._prefill_heard
         before = dict(heard)
-        self.prefill.ranks[rank].tell(
-            "prefill_progress", PrefillProgress(job_id=job.job_id, rank=rank)
-        )
+        self.prefill.ranks[rank].tell("prefill_progress", PrefillProgress(rank=rank))
         await until(lambda: heard != before)
 
     # --- one request's way, step by step ---

@@ -496,7 +496,7 @@ async def test_a_job_may_take_any_time_as_long_as_it_is_heard_of(
         assert len(job.group) == 2
         for _ in range(5):
             assert not list(check(later(limit_s - 1.0)))
-            await cell.tell_progress(0, job)
+            await cell.tell_progress(0)
         assert [role for role, _ in check(later(limit_s + 1.0))] == ["prefill"]
 
 
@@ -508,7 +508,7 @@ async def test_a_job_that_hangs_is_noticed_while_others_go_on(
         goes_on = await cell.prefilling(cell.submit(tokens=900))
         assert set(hangs.group).isdisjoint(goes_on.group)
         now = later(ExecutionDeadlines().prefill_progress_s + 1.0)
-        await cell.tell_progress(goes_on.group[0], goes_on)
+        await cell.tell_progress(goes_on.group[0])
         assert [role for role, _ in cell.dispatcher._execution.check_deadlines(now)] == ["prefill"]
         cell.prefill.finish_job(hangs)
         await until(lambda: not cell.dispatcher._execution._jobs.get(hangs.job_id))
@@ -527,11 +527,11 @@ async def test_a_job_may_wait_for_what_others_of_the_gang_compute(
         assert [it.group for it in (first, second, third)] == [(0,), (0, 1), (1,)]
         for _ in range(3):
             assert not list(check(later(step_s)))
-            await cell.tell_progress(0, first)
+            await cell.tell_progress(0)
         cell.prefill.ranks[1].job_done(second)
         await until(lambda: 1 not in cell.dispatcher._execution._jobs[second.job_id].undone)
         assert not list(check(later(step_s)))
-        await cell.tell_progress(0, first)
+        await cell.tell_progress(0)
         # Nothing is in the third job's way any more.
         assert [role for role, _ in check(later(step_s))] == ["prefill"]
 
@@ -544,7 +544,7 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
     gang.may_bridge.clear()
     async with fake_cell(prefill=gang, ready=False) as cell:
         await until(lambda: all(rank.bridges for rank in gang.ranks))
-        gang.leader.tell("prefill_progress", PrefillProgress(job_id=1, rank=0))
+        gang.leader.tell("prefill_progress", PrefillProgress(rank=0))
         gang.may_bridge.set()
         running = cell.submit()
         cell.finish(await cell.decoding(running), 4)
