@@ -170,7 +170,8 @@ class PrefillJob:
     csa: CsaPlan | None = None
     """How strategies that attend sparsely do so; "csa" needs it, and whole prompts."""
     urgent: bool = False
-    """May run inside a running job that is not urgent."""
+    """May run inside a running job that is not urgent: between two layers, and between two parts
+    of one if it needs a single rank, as no job does under tensor parallelism."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the first piece's request."""
 

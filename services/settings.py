@@ -65,7 +65,8 @@ class PrefillSettings(GangSettings):
     spt_tokens: Count = 4_096
     """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
     short_tokens: Count = 1_024
-    """Prompts up to this length may run inside a longer one, between two parts of a layer."""
+    """Prompts up to this length may run inside a longer one: between two parts of a layer, with
+    `tp` > 1 between two layers."""
     progress_deadline_s: Seconds = 180.0
     """A gang is replaced when the instances of a job, and those that they wait for, were silent for
     so long. Ranks at work tell about once a second, or once for a part of a layer that takes
