@@ -3,9 +3,9 @@
 Every rank of the gang receives every job and runs those that it is a member of in order; with one
 total order, groups that overlap cannot deadlock. Urgent jobs may be taken out of order inside a
 running one. One that needs nobody but this rank may run wherever the rank is not in the middle of
-an exchange. One that others take part in may only run between two layers, at the word of the
-running job's leader, and only when all its members are members of that job: then all of them stand
-at the same layer.
+an exchange, and while it waits for others to come to the running job. One that others take part in
+may only run between two layers, at the word of the running job's leader, and only when all its
+members are members of that job: then all of them stand at the same layer.
 """
 
 from __future__ import annotations
@@ -78,6 +78,23 @@ class JobQueue:
                 if len(found) == limit:
                     break
         return found
+
+    def urgent_until(
+        self,
+        over: Callable[[], bool],
+        running: PrefillJob,
+        may_run: Callable[[PrefillJob], bool],
+    ) -> list[int]:
+        """Wait for an urgent job that may run inside the running one, see `urgent_within`; none
+        once it is `over`. Whoever changes what they say calls `look_again`."""
+        with self._changed:
+            self._changed.wait_for(lambda: over() or self.urgent_within(running, may_run, 1))
+            return [] if over() else self.urgent_within(running, may_run, 1)
+
+    def look_again(self) -> None:
+        """Something else has changed that those who wait here look at."""
+        with self._changed:
+            self._changed.notify_all()
 
     def take(self, job_id: int) -> PrefillJob | None:
         """Take an urgent job out of order; None if it has run already."""

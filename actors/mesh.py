@@ -60,6 +60,7 @@ class Tag(IntEnum):
     WEIGHTS = 21
     KV_KEPT = 22
     SUMS_TO_RELAY = 23
+    MEETING = 24
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,11 @@ A layer: QKV of own rows -> KV into the pool and on its way to the decode gang -
 the group -> output projection and MLP. In the last layer only the rows from which a token is
 drawn need attention: their queries go to where the KV lies (`query_exchange`), which saves the
 last layer's attention and MLP.
+
+Without tensor parallelism a job may be urgent and need one rank alone. Such a job runs wherever
+the rank stands: between two layers of a long job, between two parts of one, or while the rank
+waits for others to come to it (`meeting`). Any other urgent job runs between two layers only, when
+the long job's leader says so.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
 from csps.actors.layout import LocalPiece
+from csps.actors.meeting import Meeting
 from csps.actors.mesh import PEER_DEADLINE, Tag
 from csps.actors.outbox import Outbox
 from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
@@ -173,6 +179,7 @@ class PrefillLoop:
         clock = self._clocks.pop(job.job_id)
         if self._engine.instance not in job.group:
             return
+        self._meet(job)
         clock.started = time.monotonic()
         run = self._prepare(job, clock)
         with traced_job(job, clock, self._engine.mesh) as job_span, run.entered as strategy:
@@ -353,9 +360,24 @@ class PrefillLoop:
             return
         with clock.yielding():
             for job_id in job_ids:
-                job = self._queue.take(job_id)
-                if job is not None:
-                    self._run_job(job)
+                self._run_early(job_id)
+
+    def _run_early(self, job_id: int) -> None:
+        job = self._queue.take(job_id)
+        if job is not None:
+            self._run_job(job)
+
+    def _meet(self, job: PrefillJob) -> None:
+        """Wait until all members have come to a job; until then urgent jobs of this rank alone run,
+        of which there are none under tensor parallelism."""
+        others = [rank for rank in self._ranks_of(job) if rank != self._engine.rank]
+        if not others or job.urgent or self._engine.layout.tp > 1:
+            return
+        meeting = Meeting(self._engine.mesh, others, on_complete=self._queue.look_again)
+        while urgent := self._queue.urgent_until(lambda: meeting.complete, job, self._runs_now):
+            for job_id in urgent:
+                self._run_early(job_id)
+        meeting.wait()
 
     def _runs_now(self, job: PrefillJob) -> bool:
         """It needs nobody else, and no slots that a job around it may hold until its end."""
@@ -405,6 +427,7 @@ class PrefillLoop:
         self._engine.pool.free_request(rid)
         with self._slots_back:
             self._slots_back.notify_all()
+        self._queue.look_again()
 
     def _report_lost(self, run: _Run, exc: RuntimeError) -> None:
         _log.warning("KV of job %d was not sent: %s", run.job.job_id, exc)

@@ -55,6 +55,10 @@ class RankProcess:
         """Make it stand still, connections open."""
         self.process.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """After `stop`."""
+        self.process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End it at once, without a word to anyone."""
         self.process.kill()

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
+from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
+from held_orders import HeldOrders
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tiny_checkpoints import make_checkpoint
 
-from csps.actors.prefill import PrefillLoop
-from csps.actors.prefill_orders import PrefillOrders
 from csps.actors.timeline_export import CANCELLED, EXCHANGE_S, LAYER, PHASE
 from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import PrefillDone
@@ -47,28 +43,18 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-@pytest.fixture
-def decided(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a leader has said how its group goes on for the first time: into layer 0."""
-    happened, decide = threading.Event(), PrefillLoop._decide
-
-    def noted(self: PrefillLoop, *arguments: Any) -> PrefillOrders:
-        orders = decide(self, *arguments)
-        happened.set()
-        return orders
-
-    monkeypatch.setattr(PrefillLoop, "_decide", noted)
-    return happened
-
-
 @pytest.mark.parametrize(
     ("strategy", "tp"),
     [("ulysses", 1), ("csa", 1), ("sp_tp", 1), ("sp_tp", 2), ("gathered_weights", 2)],
 )
 async def test_a_stopped_job(
-    model: Path, exported: InMemorySpanExporter, decided: threading.Event, strategy: str, tp: int
+    model: Path,
+    exported: InMemorySpanExporter,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str,
+    tp: int,
 ) -> None:
-    plan = None
+    orders, plan = HeldOrders(monkeypatch), None
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = CsaPlan.uniform(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
@@ -76,11 +62,11 @@ async def test_a_stopped_job(
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1) as cell:
         await cell.reserve(it)
         job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
-        job_id = cell.submit(job, it.prompt, ranks=[0])
-        assert await asyncio.to_thread(decided.wait, ANSWER_S)
+        job_id = cell.submit(job, it.prompt)
+        await orders.decided()
         cell.cancel(VICTIM)
-        await cell.prefill.stats()  # rank 0 waits in its first layer for the others, and knows
-        cell.submit(cell.jobs[job_id], it.prompt, ranks=range(1, 2 * tp))
+        await cell.prefill.stats()  # all know, and are to compute the first layer nevertheless
+        orders.go_on.set()
         await cell.prefilled(job_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
         await cell.freed(VICTIM)

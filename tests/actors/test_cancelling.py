@@ -14,6 +14,7 @@ import pytest
 from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
+from held_orders import HeldOrders
 
 from csps.protocols.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
 from csps.protocols.messages import (
@@ -104,15 +105,30 @@ async def test_queued(tiny_llama: Path) -> None:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_under_way(tiny_llama: Path) -> None:
+async def test_before_all_members_have_come(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
         job_id = cell.submit(job(victim), victim.prompt, ranks=[0])
         await cell.prefill.stats()
         cell.cancel(VICTIM)
-        await cell.prefill.stats()  # rank 0 is in its first layer and knows
+        await cell.prefill.stats()  # rank 0 waits for the other one, and knows
         cell.submit(cell.jobs[job_id], victim.prompt, ranks=[1])
+        await cell.prefilled(job_id)
+        assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
+        await check_goes_on(cell, tiny_llama)
+
+
+async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = HeldOrders(monkeypatch)
+    async with cell_of(tiny_llama) as cell:
+        victim = request(VICTIM)
+        await cell.reserve(victim)
+        job_id = cell.submit(job(victim), victim.prompt)
+        await orders.decided()
+        cell.cancel(VICTIM)
+        await cell.prefill.stats()  # all know, and are to compute the first layer nevertheless
+        orders.go_on.set()
         await cell.prefilled(job_id)
         assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
         assert not cell.about(KvLanded, rid=VICTIM)  # the last layer was never computed

@@ -130,3 +130,28 @@ def test_a_chunk_never_overtakes_an_earlier_one_of_its_prompt(queue: JobQueue) -
     queue.put(job(5, rid=9, urgent=True))
     queue.put(job(6, rid=9, urgent=True))
     assert queue.urgent_within(running, inside(running), 6) == [5, 6]
+
+
+def test_waiting_for_an_urgent_job_ends_with_one_or_when_it_is_over(queue: JobQueue) -> None:
+    running, met, roomy = job(1), threading.Event(), threading.Event()
+
+    def wait() -> list[int]:
+        return queue.urgent_until(met.is_set, running, lambda _: roomy.is_set())
+
+    thread, answers = answers_of(wait)
+    queue.put(job(2))
+    queue.put(job(3, urgent=True))
+    roomy.set()
+    queue.look_again()
+    thread.join(JOIN_S)
+    assert answers == [[3]]
+    met.set()
+    assert wait() == []
+
+    met.clear()
+    roomy.clear()
+    thread, answers = answers_of(wait)
+    met.set()
+    queue.look_again()
+    thread.join(JOIN_S)
+    assert answers == [[]]

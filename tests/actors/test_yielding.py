@@ -1,7 +1,7 @@
-"""Short jobs run inside a long one: between two layers, or between two parts of a layer.
+"""Short jobs run inside a long one: before it, between two layers, or between two parts of a layer.
 
 Nothing here is a matter of time: a job that one member of its group has not received stands still
-at its first layer, so a test decides what arrives before it goes on. `Doors` hold a job in the
+before its first layer, so a test decides what arrives before it goes on. `Doors` hold a job in the
 middle of a layer.
 """
 
@@ -49,10 +49,14 @@ class Line:
         self.jobs.append(replace(job_of([request.piece()], group, urgent=urgent), job_id=number))
         return number
 
-    async def send(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
-        """Send jobs to some ranks, and wait until they have them."""
+    def post(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
+        """Send jobs to some ranks."""
         for number in numbers:
             self.cell.submit(self.jobs[number - 1], self.requests[number - 1].prompt, ranks=ranks)
+
+    async def send(self, numbers: Sequence[int], ranks: Sequence[int]) -> None:
+        """And wait until they have them."""
+        self.post(numbers, ranks)
         await self.cell.prefill.stats()
 
     def done(self, number: int) -> list[PrefillDone]:
@@ -74,8 +78,12 @@ class Line:
 
 
 @asynccontextmanager
-async def line(model: Path, prefill: int, tp: int = 1) -> AsyncIterator[Line]:
-    async with thread_cell(model, prefill=prefill, decode=1, prefill_tp=tp) as cell:
+async def line(
+    model: Path, prefill: int, tp: int = 1, processes: Sequence[int] = ()
+) -> AsyncIterator[Line]:
+    async with thread_cell(
+        model, prefill=prefill, decode=1, prefill_tp=tp, prefill_processes=processes
+    ) as cell:
         yield Line(cell)
 
 
@@ -179,6 +187,37 @@ async def test_urgent_jobs_that_have_room_for_one(
         assert it.drawn_order() == [*urgent, long]
 
 
+async def test_urgent_jobs_do_not_wait_for_a_job_of_others(tiny_llama: Path) -> None:
+    """Whose members wait for one that is busy, be they its leader or not."""
+    async with line(tiny_llama, 3, processes=[1]) as it:
+        busy = it.cell.prefill_gang.process(1)
+        busy.stop()
+        foreign = await it.add(70, [1])
+        led_elsewhere, led_here = await it.add(80, [1, 2]), await it.add(60, [0, 1])
+        urgent = [await it.add(5, [rank], urgent=True) for rank in (2, 0, 2)]
+        it.post([foreign, led_elsewhere, led_here, *urgent], [0, 1, 2])
+        await it.cell.until(lambda: set(it.drawn_order()) == set(urgent))
+        busy.go_on()
+        await it.finish(tiny_llama)
+        waited = it.done(led_elsewhere) + it.done(led_here)
+        assert all(done.yielded_s == 0 for done in waited), "none had begun"
+
+
+async def test_an_urgent_job_runs_as_soon_as_there_is_room(tiny_llama: Path) -> None:
+    async with line(tiny_llama, 2) as it:
+        loop = it.cell.prefill_gang.ranks[0]._prefill_loop
+        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 4)])
+        long = await it.add(80, [0, 1])
+        too_long, short = await it.add(5, [0], urgent=True), await it.add(3, [0], urgent=True)
+        await it.send([long, too_long, short], [0])
+        await it.cell.until(lambda: it.drawn_order() == [short])
+        loop._free(RESERVED)
+        await it.cell.until(lambda: it.drawn_order() == [short, too_long])
+        await it.send([long, too_long, short], [1])
+        await it.finish(tiny_llama)
+
+
 async def test_the_ranks_of_an_instance_run_an_urgent_job_together(tiny_llama: Path) -> None:
     async with line(tiny_llama, 1, tp=2) as it:
         long = await it.add(80, [0])
@@ -194,7 +233,7 @@ async def test_an_urgent_job_runs_inside_a_long_one(tiny_llama: Path) -> None:
         long = await it.add(80, [0, 1])
         ordinary = await it.add(8, [0, 1])
         urgent = await it.add(5, [0, 1], urgent=True)
-        await it.send([long, ordinary, urgent], [0])  # stands still at its first layer
+        await it.send([long, ordinary, urgent], [0])  # stands still before its first layer
         await it.send([long, ordinary, urgent], [1])
         await it.finish(tiny_llama)
         assert it.drawn_order() == [urgent, long, ordinary]
@@ -277,7 +316,8 @@ async def test_jobs_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> N
     groups = [[0, 1], [1, 2], [2, 0], [1], [0, 1, 2], [2, 1], [0]]
     async with line(tiny_llama, 3) as it:
         numbers = [
-            await it.add(10 + n, group, urgent=n % 3 == 2) for n, group in enumerate(groups * 2)
+            await it.add(10 + n, group, urgent=n % 3 == 2 or group == [1])
+            for n, group in enumerate(groups * 2)
         ]
         for rank in (2, 0, 1):
             await it.send(numbers, [rank])
