@@ -130,6 +130,7 @@ def _head(bed: Testbed, folder: Path) -> _Head:
         dashboard=f"http://127.0.0.1:{DASHBOARD_PORT}",
         token_file=str(token_file),
         log_file=str(folder / "ray-0.log"),
+        socket_dir=str(folder / "http-front"),
     )
 
 
