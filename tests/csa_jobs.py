@@ -225,9 +225,9 @@ def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ..
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, dropping: bool = True, max_members: int = 8) -> CsaCase:
+def cases(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
     """Small jobs of any shape."""
-    members = draw(st.integers(1, max_members))
+    members = draw(st.integers(1, 8))
     where = draw(locations(members))
     levels = draw(st.integers(1, len(Topology.of(where).granularities)))
     kv_heads = draw(st.integers(1, 3))

@@ -24,7 +24,7 @@ from csps.actors.transfers import Transfers
 
 T = TypeVar("T")
 
-WORLD = 6
+WORLD = 8
 WIDTH = 5
 QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, *, all_take: bool = False) -> Case:
     members = st.integers(0, size - 1)
     return Case(
         ranks=tuple(draw(st.permutations(range(WORLD)))[:size]),
-        servers=tuple(sorted(draw(st.integers(0, 2)) for _ in range(size))),
+        servers=tuple(sorted(draw(st.integers(0, 3)) for _ in range(size))),
         lengths=tuple(draw(st.sampled_from((0, 1, 2, 7))) for _ in range(size)),
         takers=tuple(range(size))
         if all_take
@@ -193,7 +193,7 @@ def test_each_row_and_each_sum_crosses_to_a_server_once(
 
 
 @pytest.mark.parametrize("collective", [gather_on_all, reduce_on_all])
-@pytest.mark.parametrize("gpus", [1, 2, 3])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4])
 def test_two_servers_exchange_one_gpus_share_of_the_flat_bytes(
     world: RankWorld, gpus: int, collective: Callable[[Case, RankWorld, MakeTree], None]
 ) -> None:

@@ -106,29 +106,31 @@ def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
             assert {(event.level, event.micro) for event in events} == expected
 
 
+@pytest.mark.parametrize("instances", [2, 4, 8])
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     model=st.sampled_from(("gqa", "mqa", "mha")),
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),
-    cuts=st.lists(st.floats(0, 1), min_size=3, max_size=3),
-    servers=st.lists(st.integers(0, 2), min_size=4, max_size=4),
     micro_partitions=st.integers(1, 4),
     hierarchical=st.booleans(),
+    data=st.data(),
 )
 def test_pipelined_equals_not_pipelined(
     gangs: Gangs,
+    instances: int,
     model: str,
     lengths: list[int],
-    cuts: list[float],
-    servers: list[int],
     micro_partitions: int,
     hierarchical: bool,
+    data: st.DataObject,
 ) -> None:
-    gang, total = gangs(model, 4, 1), sum(lengths)
-    job = job_of([0, *sorted(int(total * cut) for cut in cuts), total], lengths)
-    locations = tuple(f"0-{server}-{place}" for place, server in enumerate(sorted(servers)))
+    gang, total = gangs(model, instances, 1), sum(lengths)
+    cuts = sorted(data.draw(st.integers(0, total)) for _ in range(instances - 1))
+    servers = sorted(data.draw(st.integers(0, 2)) for _ in range(instances))
+    job = job_of([0, *cuts, total], lengths)
+    locations = tuple(f"0-{server}-{place}" for place, server in enumerate(servers))
     make = pipelined(locations, micro_partitions, hierarchical=hierarchical)
     for one, other in zip(gang.run(job, make), gang.run(job, exact), strict=True):
         torch.testing.assert_close(one.x_td, other.x_td, rtol=1e-4, atol=1e-4)

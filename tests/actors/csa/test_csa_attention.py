@@ -96,7 +96,7 @@ def test_is_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCase) -> No
 
 
 @several
-@given(case=cases(max_members=5))
+@given(case=cases())
 def test_pipelining_changes_nothing(world: RankWorld, case: CsaCase) -> None:
     assume(case.members > 1)
     pipelined, one_by_one = (case.with_plan(pipelined=on) for on in (True, False))
