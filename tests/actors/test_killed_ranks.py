@@ -10,6 +10,7 @@ from gang_cell import GREEDY, Cell, GangPlan, Request, even_shares, in_threads, 
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
+from held_orders import HeldOrders
 
 from csps.protocols.messages import PrefillJob, RequestFailed, Sampling
 
@@ -38,7 +39,10 @@ async def check_serves(cell: Cell, model: Path, rid: int) -> None:
     await cell.prefilled(max(cell.jobs))
 
 
-async def test_a_prefill_rank_is_killed_in_the_middle_of_a_job(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_prefill_rank_is_killed_before_or_in_the_middle_of_a_job(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
     async with (
         AsyncExitStack() as later,
         thread_cell(tiny_llama, prefill=2, decode=2, prefill_processes=[1]) as cell,
@@ -48,10 +52,12 @@ async def test_a_prefill_rank_is_killed_in_the_middle_of_a_job(tiny_llama: Path)
         await cell.reserve(victim)
         cell.submit(job(decoding), decoding.prompt)
         await cell.join(decoding)
-        cell.submit(job(victim), victim.prompt, ranks=[0])  # waits for rank 1
-        await cell.prefill.stats()
+        orders = HeldOrders(monkeypatch)
+        cell.submit(job(victim), victim.prompt, ranks=[0, 1] if begun else [0])
+        await (orders.decided() if begun else cell.prefill.stats())  # or it waits for rank 1
 
         cell.prefill_gang.process(1).kill()
+        orders.go_on.set()
         survivor = cell.prefill_gang.ranks[0]
         await eventually(lambda: is_broken(survivor))
         await cell.prefill.clients[0].closed  # it has hung up by itself
