@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,11 +98,13 @@ class Doors:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.second, self.third = threading.Event(), threading.Event()
+        self.ranks_waiting = threading.Semaphore(0)
         attend_next = OwnRows.attend_next
 
         def held(own: OwnRows) -> None:
             if own.done:
                 door = self.second if own.done == 1 else self.third
+                self.ranks_waiting.release()
                 assert door.wait(ANSWER_S), "the door stayed closed"
             attend_next(own)
 
@@ -119,10 +122,12 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
     )
     async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         await prefill(cell, [long], plan(2, levels=2, drop_ratio=0.0, micro=3))
+        for _ in (0, 1):
+            assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         for rank, request in enumerate(urgent):
             await cell.reserve(request)
             cell.submit(job_of([request.piece()], [rank], urgent=True), request.prompt)
-        await cell.prefill.stats()  # all have arrived, and the long job is at the first door
+        await cell.prefill.stats()  # all have arrived
         doors.second.set()
         await cell.until(lambda: all(cell.draws(request.rid) for request in urgent))
         doors.third.set()
