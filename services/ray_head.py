@@ -32,7 +32,8 @@ LOOPBACK = "127.0.0.1"
 STATE_FILE = "ray.json"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 START_DEADLINE_S = 60.0
-STOP_GRACE_S = 10.0
+STOP_GRACE_S = 3.0
+"""Ray by itself needs two; for what Serve leaves running it would wait in vain, ten and more."""
 STOP_DEADLINE_S = 20.0
 POLL_S = 0.2
 POLL_TIMEOUT_S = 5.0
