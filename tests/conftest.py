@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tiny_checkpoints import make_checkpoint
+
+# Nothing is timed here: a machine that is busy with something else is no failure, and a hang has
+# pytest's own limit.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,7 @@ T = TypeVar("T")
 
 WORLD = 8
 WIDTH = 5
-QUICK = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestAnySequence = PoolMachine.TestCase
-TestAnySequence.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestAnySequence.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 # --- several threads -------------------------------------------------------------------------

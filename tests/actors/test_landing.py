@@ -359,7 +359,7 @@ def bridges(shape: Shape) -> tuple[list[Bridge], list[Bridge]]:
     return made[: shape.prefill_ranks], made[shape.prefill_ranks :]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(shape=shapes(), keep=st.sampled_from((None, 0.0, 0.4, 1.0)))
 def test_every_decode_rank_gets_its_tokens_and_heads(
     spec: ModelSpec, shape: Shape, keep: float | None

@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ranks, tuple(draw(rank) for _ in holders), tuple(map(tuple, holders)))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:

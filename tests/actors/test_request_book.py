@@ -134,4 +134,4 @@ class Lifetimes(RuleBasedStateMachine):
 
 
 TestLifetimes = Lifetimes.TestCase
-TestLifetimes.settings = settings(max_examples=50, deadline=None)
+TestLifetimes.settings = settings(max_examples=50)

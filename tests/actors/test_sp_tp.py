@@ -107,9 +107,7 @@ def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
 
 
 @pytest.mark.parametrize("instances", [2, 4, 8])
-@settings(
-    max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=7, suppress_health_check=list(HealthCheck))
 @given(
     model=st.sampled_from(("gqa", "mqa", "mha")),
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),

@@ -159,14 +159,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, _ = ulysses(case)
     torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.integers(1, 9))
 def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> None:
     with blocks_of(rows):
@@ -175,7 +175,7 @@ def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention_often(case: Case) -> None:
     out, _ = ulysses(case)
@@ -218,7 +218,7 @@ def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
     assert sum(map(sum, sent)) == total * (members - 1) // members
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
     """From i to j: q, k, v of i's rows and i's history in j's heads; o of j's rows in i's."""

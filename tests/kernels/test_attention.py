@@ -38,7 +38,7 @@ def test_positions_left_out_mean_everything_is_seen() -> None:
     check(*random_qkv(4, 40, 70), q_positions=None, k_positions=None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_variable_length_batches(batch: dict[str, Any]) -> None:
     q, k, v = batch.pop("qkv")

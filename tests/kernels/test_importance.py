@@ -34,7 +34,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check(q, k, q_positions=q_positions, k_positions=k_positions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_variable_length_batches(batch: dict[str, Any]) -> None:
     q, k, _ = batch.pop("qkv")
@@ -94,7 +94,7 @@ def test_triton_layouts(layout: str, triton_device: str) -> None:
     check_triton(triton_device, q, k, q_positions=q_positions, k_positions=k_positions)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(batches(longest=70), st.booleans())
 def test_triton_variable_length_batches(
     triton_device: str, batch: dict[str, Any], all_seen: bool

@@ -60,7 +60,7 @@ def test_every_key_is_seen_without_positions(triton_device: str) -> None:
     check(triton_device, q, k, v, q_positions=None, k_positions=None)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(batches(longest=70))
 def test_variable_length_batches(triton_device: str, batch: dict[str, Any]) -> None:
     q, k, v = (x.float() for x in batch.pop("qkv"))

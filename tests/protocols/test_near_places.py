@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.near_places import near_places
@@ -16,7 +16,6 @@ PLACES = st.builds(Location, *[st.integers(0, last) for last in (1, 2, 1)])
 
 
 @given(st.dictionaries(PLACES, st.integers(0, 3), max_size=7), st.integers(1, 12))
-@settings(deadline=None)
 def test_never_on_more_racks_servers_or_places_than_needed(
     room: dict[Location, int], wanted: int
 ) -> None:

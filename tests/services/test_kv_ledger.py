@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from csps.services.scheduling.kv_ledger import KvLedger
 
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
 CAPACITIES = (10, 20, 5)
 MOVES = st.lists(
     st.tuples(

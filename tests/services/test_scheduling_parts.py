@@ -15,7 +15,7 @@ from csps.services.scheduling.shares import bounds_of, level_shares, shares_of
 from csps.services.scheduling.state import WaitingRequest
 from csps.services.scheduling.waiting_queue import WaitingQueue
 
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @PATIENT

@@ -31,7 +31,7 @@ from csps.services.scheduling.waiting_queue import WaitingQueue
 RULES = SptRules(spt_tokens=1000, short_tokens=100)
 DECODE = DecodeRules(spread_tokens=2000)
 POLICY = SptPolicy(RULES, DECODE)
-PATIENT = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 
 def waiting(number: int, prompt: int, output: int = 10, **options: int) -> WaitingRequest:

@@ -22,9 +22,7 @@ from rank_world import RankWorld
 
 from csps.protocols.csa import CsaPlan, LayerGroup, halving
 
-several = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+several = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 

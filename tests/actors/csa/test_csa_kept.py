@@ -13,7 +13,7 @@ from csps.protocols.messages import PrefillPiece
 PAIR = ("0-0-0", "0-0-1")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_every_levels_kept_set_is_a_prefix_of_the_most_important(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 30))

@@ -14,7 +14,7 @@ from csps.actors.csa.routes import HeadCounts, Kind, Routes, SegmentRoutes
 from csps.actors.csa.schedule import kept_counts
 from csps.protocols.csa import CsaPlan, LayerGroup
 
-several = settings(max_examples=150, deadline=None)
+several = settings(max_examples=150)
 Datum = tuple[Kind, int, int, int]
 """Kind, part, head, place in the head's kept order."""
 

@@ -67,7 +67,7 @@ def measured(world: RankWorld, case: CsaCase) -> Traffic:
     return total
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(case=one_prompt())
 def test_counts_what_the_ranks_send(world: RankWorld, case: CsaCase) -> None:
     shape, spts = shape_of(case), spts_of(case)
