@@ -359,13 +359,13 @@ class PrefillLoop:
         if not job_ids:
             return
         with clock.yielding():
-            for job_id in job_ids:
-                self._run_early(job_id)
+            self._run_early(job_ids)
 
-    def _run_early(self, job_id: int) -> None:
-        job = self._queue.take(job_id)
-        if job is not None:
-            self._run_job(job)
+    def _run_early(self, job_ids: Sequence[int]) -> None:
+        for job_id in job_ids:
+            job = self._queue.take(job_id)
+            if job is not None:
+                self._run_job(job)
 
     def _meet(self, job: PrefillJob) -> None:
         """Wait until all members have come to a job; until then urgent jobs of this rank alone run,
@@ -375,8 +375,7 @@ class PrefillLoop:
             return
         meeting = Meeting(self._engine.mesh, others, on_complete=self._queue.look_again)
         while urgent := self._queue.urgent_until(lambda: meeting.complete, job, self._runs_now):
-            for job_id in urgent:
-                self._run_early(job_id)
+            self._run_early(urgent)
         meeting.wait()
 
     def _runs_now(self, job: PrefillJob) -> bool:

@@ -12,7 +12,7 @@ import os
 import shlex
 from pathlib import Path
 
-PORTS = 3
+FRONT_PORTS = 3
 """That `front_environment` needs."""
 DEREGISTRATION_S = 1.0
 """For HAProxy to stop sending to a router that is about to drain; it hears of it at once."""

@@ -25,8 +25,7 @@ from typing import Any
 import httpx
 
 from csps.protocols.errors import DeadlineExceeded, FaultError
-from csps.services import http_front
-from csps.services.http_front import front_environment
+from csps.services.http_front import FRONT_PORTS, front_environment
 
 LOOPBACK = "127.0.0.1"
 STATE_FILE = "ray.json"
@@ -126,7 +125,7 @@ def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
     run_dir.mkdir(parents=True, exist_ok=True)
     token_file, log_file = run_dir / "ray-token", run_dir / "ray.log"
     _write_secret(token_file, secrets.token_hex(32))
-    gcs_port, dashboard_port, *other_ports = _free_ports(5 + http_front.PORTS)
+    gcs_port, dashboard_port, *other_ports = _free_ports(5 + FRONT_PORTS)
     ray_ports, front_ports = other_ports[:3], other_ports[3:]
     command = _command(gcs_port, dashboard_port, ray_ports, num_cpus)
     socket_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
