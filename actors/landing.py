@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from csps.actors.announce import request_failed
 from csps.actors.bridge import Bridge, KvHeader
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
@@ -178,10 +179,7 @@ class Landing:
         try:
             complete = self._store(reservation, header, kv)
         except TransferError as exc:
-            failure = RequestFailed(
-                rid=header.rid, rank=self._rank, code="TransferError", message=str(exc)
-            )
-            self._on_failed(failure)
+            self._on_failed(request_failed(header.rid, self._rank, exc))
             return
         if complete:
             reservation.landed()
