@@ -6,94 +6,26 @@ accepted and ignored where ignoring it does no harm (`user`), and refused where 
 be what was asked for (`tools`). A field that nobody knows is refused with the name it resembles.
 JSON null means "not given", as it does for OpenAI.
 
-Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`CspsOptions`).
+Beyond OpenAI: vLLM's sampling fields under vLLM's names, and the object `csps` (`csps_options`).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import FailFast, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
 
-from csps.protocols.errors import InvalidRequest, abridged, nearest
-from csps.protocols.topology import MAX_LEVELS
+from csps.protocols.csps_options import CspsOptions
+from csps.protocols.errors import InvalidRequest
+from csps.protocols.json_object import JsonObject, above, between, fail, only, shown
 
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**31 - 1
 MAX_COUNT = 2**31 - 1
 """Of what has no closer limit here: it crosses the wire, and sums of it stay within 64 bits."""
-MAX_TOKENS = 2**24
-"""Of anything that counts tokens of a prompt."""
-MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
-"""Of what is given by layer and by KV head; the configurator knows how many the model has."""
-MAX_MICRO_PARTITIONS = 64
-"""Each is a message from every rank to every other one, in every layer."""
 
-# --- checks that a type cannot express ------------------------------------------------------
-
-
-def _fail(text: str, field: str | None = None) -> NoReturn:
-    """Refuse the value at hand, or the `field` of the object at hand."""
-    raise PydanticCustomError("csps", "{text}", {"text": text, "field": field})
-
-
-def _between(low: float, high: float) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if not low <= value <= high:
-            _fail(f"must be between {low} and {high}, got {_shown(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _above(low: float, high: float = math.inf) -> AfterValidator:
-    """In (low, high], and finite."""
-    limit = "" if high == math.inf else f" and at most {high}"
-
-    def check(value: Any) -> Any:
-        if not (low < value <= high and math.isfinite(value)):
-            _fail(f"must be greater than {low}{limit}, got {_shown(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _only(supported: object) -> AfterValidator:
-    """For a field of OpenAI's of which this server implements one value."""
-
-    def check(value: Any) -> Any:
-        if value != supported:
-            _fail(f"only {_shown(supported)} is supported, got {_shown(value)}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _shown(value: object) -> str:
-    """A value as its sender wrote it, as far as it is short."""
-    match value:
-        case None | True | False:
-            return {None: "null", True: "true", False: "false"}[value]
-        case []:
-            return "[]"
-        case float():
-            return f"{value:g}"
-        case list():
-            return "an array"
-        case dict():
-            return "an object"
-        case _:
-            return abridged(value)
+# --- fields that come in several shapes -----------------------------------------------------
 
 
 def _is_token_ids(value: object) -> bool:
@@ -110,14 +42,14 @@ def _prompt(value: Any) -> str | list[int]:
     """One prompt in any of the four shapes that OpenAI has for it."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            _fail(f"only one prompt a request is supported, got {len(value)}")
+            fail(f"only one prompt a request is supported, got {len(value)}")
         value = value[0]
     if value in ("", []):
-        _fail("must not be empty")
+        fail("must not be empty")
     if isinstance(value, str):
         return value
     if not _is_token_ids(value):
-        _fail(f"must be a string or an array of token ids, got {_shown(value)}")
+        fail(f"must be a string or an array of token ids, got {shown(value)}")
     ids: list[int] = value
     return ids
 
@@ -127,130 +59,77 @@ def _content(value: Any) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        _fail(f"must be a string or an array of text parts, got {_shown(value)}")
+        fail(f"must be a string or an array of text parts, got {shown(value)}")
     return "\n".join(_part_text(part) for part in value)
 
 
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        _fail(f"only parts of type 'text' are supported, got {_shown(kind or part)}")
+        fail(f"only parts of type 'text' are supported, got {shown(kind or part)}")
     text = part.get(kind)
     if not isinstance(text, str):
-        _fail(f"'{kind}' of a part must be a string, got {_shown(text)}")
+        fail(f"'{kind}' of a part must be a string, got {shown(text)}")
     return text
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-        _fail(f"must be a string or an array of strings, got {_shown(value)}")
+        fail(f"must be a string or an array of strings, got {shown(value)}")
     if len(strings) > MAX_STOP_STRINGS:
-        _fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
+        fail(f"at most {MAX_STOP_STRINGS} strings are supported, got {len(strings)}")
     if "" in strings:
-        _fail("must not contain an empty string")
+        fail("must not contain an empty string")
     return tuple(strings)
 
 
 def _stop_token_ids(value: Any) -> tuple[int, ...]:
     if value != [] and not _is_token_ids(value):
-        _fail(f"must be an array of token ids, got {_shown(value)}")
+        fail(f"must be an array of token ids, got {shown(value)}")
     return tuple(value)
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        _fail(f"must be an object of token ids and biases, got {_shown(value)}")
+        fail(f"must be an object of token ids and biases, got {shown(value)}")
     return {_bias_token(token): _bias(bias) for token, bias in value.items()}
 
 
 def _bias_token(token: str) -> int:
     # isdecimal() alone would admit the digits of every script.
     if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-        _fail(f"keys must be token ids, got {_shown(token)}")
+        fail(f"keys must be token ids, got {shown(token)}")
     return int(token)
 
 
 def _bias(bias: Any) -> float:
     if type(bias) not in (int, float) or not -100 <= bias <= 100:
-        _fail(f"biases must be numbers between -100 and 100, got {_shown(bias)}")
+        fail(f"biases must be numbers between -100 and 100, got {shown(bias)}")
     return float(bias)
-
-
-def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
-    """By layer, of all KV heads or of each: 0.5, [0, 0.5] by layer, [0, [0.5, 0.9]] by KV head."""
-    return tuple(
-        tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
-        for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
-    )
-
-
-def _drop_ratio(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < 1:
-        _fail(f"must be at least 0 and less than 1, got {_shown(value)}")
-    return float(value)
-
-
-def _micro_partitions(value: Any) -> tuple[tuple[int, ...], ...]:
-    """By layer and level: 4, [1, 2] by level, [4, [1, 2]] by layer."""
-    by_layer = isinstance(value, list) and any(isinstance(item, list) for item in value)
-    return tuple(
-        tuple(map(_micro_partition_count, _one_or_more(of_layer, MAX_LEVELS, "by level")))
-        for of_layer in (_one_or_more(value, MAX_LAYERS, "by layer") if by_layer else [value])
-    )
-
-
-def _micro_partition_count(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MAX_MICRO_PARTITIONS:
-        _fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {_shown(value)}")
-    return value
-
-
-def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
-    numbers = value if isinstance(value, list) else [value]
-    if not 1 <= len(numbers) <= most:
-        _fail(f"must be a number, or an array of 1 to {most} {by}, got {len(numbers)}")
-    return numbers
 
 
 def _nothing(value: Any) -> None:
     if value != [] and value != "":
-        _fail("not supported by this server")
+        fail("not supported by this server")
 
 
 def _text_only(value: Any) -> list[str]:
     if value != ["text"]:
-        _fail("only ['text'] is supported")
+        fail("only ['text'] is supported")
     return ["text"]
 
 
 def _text_format(value: Any) -> dict[str, Any]:
     if value != {"type": "text"}:
-        _fail("only {'type': 'text'} is supported")
+        fail("only {'type': 'text'} is supported")
     return {"type": "text"}
 
 
 # --- models ---------------------------------------------------------------------------------
 
 
-class _Object(BaseModel):
-    """A JSON object with known fields and no others; values are never coerced."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_and_given(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        fields = cls.model_fields
-        for name in data:
-            if name not in fields:
-                _fail(f"unknown field{nearest(name, fields)}", name)
-        return {name: value for name, value in data.items() if value is not None}
-
-
-class StreamOptions(_Object):
+class StreamOptions(JsonObject):
     """How a stream reports usage."""
 
     include_usage: bool = False
@@ -261,87 +140,34 @@ class StreamOptions(_Object):
     """Ignored."""
 
 
-class _CsaOptions(_Object):
-    """Sparse attention by hand, for experiments; None leaves it to the configurator."""
-
-    levels: Annotated[int, _between(1, MAX_LEVELS)] | None = None
-    """N_v."""
-    drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
-    """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
-    further layers, and whose items may be arrays by KV head."""
-    micro_partitions: Annotated[
-        tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
-    ] = None
-    """M: a number, or an array by level, whose last one is that of all further levels; or an array
-    of these by layer, whose last one is that of all further layers."""
-    strategy: Literal["ntp", "tp", "tp_flat"] | None = None
-    """SP-NTP, or SP-TP with hierarchical or flat collectives."""
-
-    # As in `protocols.csa.CsaPlan`
-    nested: bool | None = None
-    drop_queries: bool | None = None
-    importance_window: Annotated[int, _between(0, MAX_TOKENS)] | None = None
-    importance_layer: Literal["previous", "same"] | None = None
-    sinks: Annotated[int, _between(0, MAX_TOKENS)] | None = None
-    tail: Annotated[int, _between(0, MAX_TOKENS)] | None = None
-    pipelined: bool | None = None
-    decode_kept_only: bool | None = None
-
-    @model_validator(mode="after")
-    def _no_more_than_levels(self) -> Self:
-        given = max(map(len, self.micro_partitions or ((),)))
-        if self.levels and given > self.levels:
-            what = f"must be at most {self.levels} by level, as 'levels' says"
-            _fail(f"{what}, got {given}", "micro_partitions")
-        return self
-
-
-class CspsOptions(_CsaOptions):
-    """What this server can trade, request by request."""
-
-    objective: Literal["ttft", "accuracy"] | None = None
-    """What to make the best of within the bound on the other; None takes the server's default."""
-    max_accuracy_loss: Annotated[float, _between(0, 1)] | None = None
-    """Share of accuracy that may be lost."""
-    max_ttft_ms: Annotated[float, _above(0)] | None = None
-    attention: Literal["auto", "exact", "csa"] = "auto"
-    explain: bool = False
-    """The answer reports plan and timings."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        for name in _CsaOptions.model_fields:
-            if self.attention != "csa" and getattr(self, name) is not None:
-                _fail("needs 'attention': 'csa'", name)
-        return self
-
-
-class GenerationRequest(_Object):
+class GenerationRequest(JsonObject):
     """What both endpoints have in common."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
-    max_completion_tokens: Annotated[int, _between(1, MAX_COUNT)] | None = None
+    max_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, between(1, MAX_COUNT)] | None = None
     """Newer name of `max_tokens`; wins over it."""
-    temperature: Annotated[float, _between(0, 2)] = 1.0
-    top_p: Annotated[float, _above(0, 1)] = 1.0
-    frequency_penalty: Annotated[float, _between(-2, 2)] = 0.0
-    presence_penalty: Annotated[float, _between(-2, 2)] = 0.0
-    seed: Annotated[int, _between(-(2**63), 2**63 - 1)] | None = None
+    temperature: Annotated[float, between(0, 2)] = 1.0
+    top_p: Annotated[float, above(0, 1)] = 1.0
+    frequency_penalty: Annotated[float, between(-2, 2)] = 0.0
+    presence_penalty: Annotated[float, between(-2, 2)] = 0.0
+    seed: Annotated[int, between(-(2**63), 2**63 - 1)] | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = {}
-    n: Annotated[int, _only(1)] = 1
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
+        default_factory=dict
+    )
+    n: Annotated[int, only(1)] = 1
     user: str | None = None
 
     # vLLM's
-    top_k: Annotated[int, _between(-1, MAX_COUNT)] = 0
+    top_k: Annotated[int, between(-1, MAX_COUNT)] = 0
     """0 and -1 keep the whole vocabulary."""
-    min_p: Annotated[float, _between(0, 1)] = 0.0
+    min_p: Annotated[float, between(0, 1)] = 0.0
     # Beyond these bounds logits overflow to infinity, and no token can be drawn.
-    repetition_penalty: Annotated[float, _between(0.01, 100)] = 1.0
-    min_tokens: Annotated[int, _between(0, MAX_COUNT)] = 0
+    repetition_penalty: Annotated[float, between(0.01, 100)] = 1.0
+    min_tokens: Annotated[int, between(0, MAX_COUNT)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
     skip_special_tokens: bool = True
@@ -357,9 +183,9 @@ class GenerationRequest(_Object):
     def _fields_agree(self) -> Self:
         limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
-            _fail(f"must not exceed max_tokens ({_shown(limit)})", "min_tokens")
+            fail(f"must not exceed max_tokens ({shown(limit)})", "min_tokens")
         if not self.stream and "stream_options" in self.model_fields_set:
-            _fail("only allowed when 'stream' is true", "stream_options")
+            fail("only allowed when 'stream' is true", "stream_options")
         return self
 
 
@@ -368,10 +194,10 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     """Text or token ids."""
-    logprobs: Annotated[int, _between(0, 5)] | None = None
+    logprobs: Annotated[int, between(0, 5)] | None = None
     """Number of alternatives to report beside each drawn token."""
-    best_of: Annotated[int, _only(1)] = 1
-    echo: Annotated[bool, _only(False)] = False
+    best_of: Annotated[int, only(1)] = 1
+    echo: Annotated[bool, only(False)] = False
     suffix: Annotated[None, PlainValidator(_nothing)] = None
 
     @property
@@ -385,7 +211,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-class Message(_Object):
+class Message(JsonObject):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -405,7 +231,7 @@ class Message(_Object):
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.role != "assistant" and "content" not in self.model_fields_set:
-            _fail("required", "content")
+            fail("required", "content")
         return self
 
 
@@ -415,19 +241,23 @@ class ChatCompletionRequest(GenerationRequest):
     # Fail fast: a body with a million bad messages gets one error, not a million.
     messages: Annotated[list[Message], FailFast()]
     logprobs: bool = False
-    top_logprobs: Annotated[int, _between(0, 20)] | None = None
+    top_logprobs: Annotated[int, between(0, 20)] | None = None
     """Number of alternatives to report beside each drawn token, with `logprobs`."""
 
     # vLLM's
     add_generation_prompt: bool = True
-    continue_final_message: Annotated[bool, _only(False)] = False
+    continue_final_message: Annotated[bool, only(False)] = False
 
     # Refused unless they ask for nothing
     audio: Annotated[None, PlainValidator(_nothing)] = None
     functions: Annotated[None, PlainValidator(_nothing)] = None
     function_call: Literal["none", "auto"] = "none"
-    modalities: Annotated[list[str], PlainValidator(_text_only)] = ["text"]
-    response_format: Annotated[dict[str, Any], PlainValidator(_text_format)] = {"type": "text"}
+    modalities: Annotated[list[str], PlainValidator(_text_only)] = Field(
+        default_factory=lambda: ["text"]
+    )
+    response_format: Annotated[dict[str, Any], PlainValidator(_text_format)] = Field(
+        default_factory=lambda: {"type": "text"}
+    )
     tools: Annotated[None, PlainValidator(_nothing)] = None
     tool_choice: Literal["none", "auto"] = "none"
 
@@ -454,9 +284,9 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _chat_fields_agree(self) -> Self:
         if not self.messages:
-            _fail("must not be empty", "messages")
+            fail("must not be empty", "messages")
         if self.top_logprobs is not None and not self.logprobs:
-            _fail("needs 'logprobs': true", "top_logprobs")
+            fail("needs 'logprobs': true", "top_logprobs")
         return self
 
 
@@ -479,7 +309,7 @@ def parse_request(cls: type[R], body: bytes) -> R:
     except ValueError as exc:
         raise InvalidRequest(f"The request body is not valid JSON: {exc}") from None
     if not isinstance(data, dict):
-        raise InvalidRequest(f"The request body must be a JSON object, got {_shown(data)}")
+        raise InvalidRequest(f"The request body must be a JSON object, got {shown(data)}")
     try:
         return cls.model_validate(data)
     except ValidationError as exc:
@@ -506,7 +336,7 @@ def _explained(error: ErrorDetails) -> InvalidRequest:
 
 
 def _complaint(error: ErrorDetails, context: dict[str, Any]) -> str:
-    kind, got = error["type"], _shown(error["input"])
+    kind, got = error["type"], shown(error["input"])
     if kind == "csps":
         return str(context["text"])
     if kind == "missing":

@@ -15,6 +15,7 @@ from csps.models.chat_template import ChatTemplate, read_chat_template
 from csps.models.spec import ModelSpec, read_spec
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa_template import CsaVariant
+from csps.protocols.csps_options import CspsOptions
 from csps.protocols.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -25,7 +26,6 @@ from csps.protocols.messages import Sampling
 from csps.protocols.openai import (
     ChatCompletionRequest,
     CompletionRequest,
-    CspsOptions,
     GenerationRequest,
     parse_request,
 )

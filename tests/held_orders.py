@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from gang_cell import ANSWER_S
+from gang_cell import ANSWER_S, Cell
 
 from csps.actors.prefill import PrefillLoop
 from csps.actors.prefill_orders import PrefillOrders
@@ -33,3 +33,10 @@ class HeldOrders:
     async def decided(self) -> None:
         """Wait for the first orders."""
         assert await asyncio.to_thread(self._decided.wait, ANSWER_S)
+
+    async def meanwhile_cancel(self, cell: Cell, rid: int) -> None:
+        """All ranks know that a request is cancelled, and compute the first layer nevertheless."""
+        await self.decided()
+        cell.cancel(rid)
+        await cell.prefill.stats()
+        self.go_on.set()

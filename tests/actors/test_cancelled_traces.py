@@ -63,10 +63,7 @@ async def test_a_stopped_job(
         await cell.reserve(it)
         job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
         job_id = cell.submit(job, it.prompt)
-        await orders.decided()
-        cell.cancel(VICTIM)
-        await cell.prefill.stats()  # all know, and are to compute the first layer nevertheless
-        orders.go_on.set()
+        await orders.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(job_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
         await cell.freed(VICTIM)

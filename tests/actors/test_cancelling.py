@@ -125,10 +125,7 @@ async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
         victim = request(VICTIM)
         await cell.reserve(victim)
         job_id = cell.submit(job(victim), victim.prompt)
-        await orders.decided()
-        cell.cancel(VICTIM)
-        await cell.prefill.stats()  # all know, and are to compute the first layer nevertheless
-        orders.go_on.set()
+        await orders.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(job_id)
         assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
         assert not cell.about(KvLanded, rid=VICTIM)  # the last layer was never computed

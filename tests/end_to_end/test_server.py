@@ -283,17 +283,22 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
 GANGS = ["PrefillGang", "DecodeGang"]
 
 
+def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) -> None:
+    """A right answer in time, and nothing is held afterwards."""
+    prompt = random_tokens(300, seed=1)
+    began = time.monotonic()
+    assert ask(client, prompt, 12) == expected(prompt, 12)
+    assert time.monotonic() - began < RECOVERY_S
+    server.assert_all_slots_free()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("gang", GANGS)
 def test_a_rank_killed_while_idle_is_replaced(
     server: Deployed, client: openai.OpenAI, expected: Expected, gang: str, rank: int
 ) -> None:
-    prompt = random_tokens(300, seed=1)
     server.kill_replica(gang, rank)
-    began = time.monotonic()
-    assert ask(client, prompt, 12) == expected(prompt, 12)
-    assert time.monotonic() - began < RECOVERY_S
-    server.assert_all_slots_free()
+    check_recovers(server, client, expected)
 
 
 @pytest.mark.parametrize("gang", GANGS)
@@ -322,11 +327,7 @@ def test_a_decode_rank_killed_while_streaming_ends_the_stream_with_an_error(
     with pytest.raises(openai.APIError):
         for _ in chunks:
             pass
-    began = time.monotonic()
-    prompt = random_tokens(300, seed=1)
-    assert ask(client, prompt, 12) == expected(prompt, 12)
-    assert time.monotonic() - began < RECOVERY_S
-    server.assert_all_slots_free()
+    check_recovers(server, client, expected)
 
 
 def test_a_prefill_rank_killed_while_decoding_goes_unnoticed(
@@ -351,11 +352,7 @@ def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
     with pytest.raises((openai.APIError, httpx.TransportError)):
         for _ in chunks:
             pass
-    began = time.monotonic()
-    prompt = random_tokens(300, seed=1)
-    assert ask(client, prompt, 12) == expected(prompt, 12)
-    assert time.monotonic() - began < RECOVERY_S
-    server.assert_all_slots_free()
+    check_recovers(server, client, expected)
 
 
 # --- the end ---------------------------------------------------------------------------------

@@ -1,0 +1,108 @@
+"""The object `csps` of a request: what this server can trade, request by request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import PlainValidator, model_validator
+
+from csps.protocols.json_object import JsonObject, above, between, fail, shown
+from csps.protocols.topology import MAX_LEVELS
+
+MAX_TOKENS = 2**24
+"""Of anything that counts tokens of a prompt."""
+MAX_LAYERS, MAX_KV_HEADS = 1024, 1024
+"""Of what is given by layer and by KV head; the configurator knows how many the model has."""
+MAX_MICRO_PARTITIONS = 64
+"""Each is a message from every rank to every other one, in every layer."""
+
+
+def _drop_ratios(value: Any) -> tuple[tuple[float, ...], ...]:
+    """By layer, of all KV heads or of each: 0.5, [0, 0.5] by layer, [0, [0.5, 0.9]] by KV head."""
+    return tuple(
+        tuple(map(_drop_ratio, _one_or_more(of_layer, MAX_KV_HEADS, "by KV head")))
+        for of_layer in _one_or_more(value, MAX_LAYERS, "by layer")
+    )
+
+
+def _drop_ratio(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        fail(f"must be at least 0 and less than 1, got {shown(value)}")
+    return float(value)
+
+
+def _micro_partitions(value: Any) -> tuple[tuple[int, ...], ...]:
+    """By layer and level: 4, [1, 2] by level, [4, [1, 2]] by layer."""
+    by_layer = isinstance(value, list) and any(isinstance(item, list) for item in value)
+    return tuple(
+        tuple(map(_micro_partition_count, _one_or_more(of_layer, MAX_LEVELS, "by level")))
+        for of_layer in (_one_or_more(value, MAX_LAYERS, "by layer") if by_layer else [value])
+    )
+
+
+def _micro_partition_count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_MICRO_PARTITIONS:
+        fail(f"must be between 1 and {MAX_MICRO_PARTITIONS}, got {shown(value)}")
+    return value
+
+
+def _one_or_more(value: Any, most: int, by: str) -> list[Any]:
+    numbers = value if isinstance(value, list) else [value]
+    if not 1 <= len(numbers) <= most:
+        fail(f"must be a number, or an array of 1 to {most} {by}, got {len(numbers)}")
+    return numbers
+
+
+class _CsaOptions(JsonObject):
+    """Sparse attention by hand, for experiments; None leaves it to the configurator."""
+
+    levels: Annotated[int, between(1, MAX_LEVELS)] | None = None
+    """N_v."""
+    drop_ratio: Annotated[tuple[tuple[float, ...], ...] | None, PlainValidator(_drop_ratios)] = None
+    """p of level 2, in [0, 1): a number, or an array by layer, whose last one is that of all
+    further layers, and whose items may be arrays by KV head."""
+    micro_partitions: Annotated[
+        tuple[tuple[int, ...], ...] | None, PlainValidator(_micro_partitions)
+    ] = None
+    """M: a number, or an array by level, whose last one is that of all further levels; or an array
+    of these by layer, whose last one is that of all further layers."""
+    strategy: Literal["ntp", "tp", "tp_flat"] | None = None
+    """SP-NTP, or SP-TP with hierarchical or flat collectives."""
+
+    # As in `protocols.csa.CsaPlan`
+    nested: bool | None = None
+    drop_queries: bool | None = None
+    importance_window: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    importance_layer: Literal["previous", "same"] | None = None
+    sinks: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    tail: Annotated[int, between(0, MAX_TOKENS)] | None = None
+    pipelined: bool | None = None
+    decode_kept_only: bool | None = None
+
+    @model_validator(mode="after")
+    def _no_more_than_levels(self) -> Self:
+        given = max(map(len, self.micro_partitions or ((),)))
+        if self.levels and given > self.levels:
+            what = f"must be at most {self.levels} by level, as 'levels' says"
+            fail(f"{what}, got {given}", "micro_partitions")
+        return self
+
+
+class CspsOptions(_CsaOptions):
+    """What this server can trade, request by request."""
+
+    objective: Literal["ttft", "accuracy"] | None = None
+    """What to make the best of within the bound on the other; None takes the server's default."""
+    max_accuracy_loss: Annotated[float, between(0, 1)] | None = None
+    """Share of accuracy that may be lost."""
+    max_ttft_ms: Annotated[float, above(0)] | None = None
+    attention: Literal["auto", "exact", "csa"] = "auto"
+    explain: bool = False
+    """The answer reports plan and timings."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name in _CsaOptions.model_fields:
+            if self.attention != "csa" and getattr(self, name) is not None:
+                fail("needs 'attention': 'csa'", name)
+        return self
