@@ -38,7 +38,7 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(_serve_config(args, port)))
-        command = [sys.executable, "-m", "csps.services.cli"]
+        command = [sys.executable, "-m", "csps.cli"]
         serve = [*command, "serve", "--config", str(config), "--no-demo"]
         try:
             subprocess.run(serve, check=True, timeout=READY_S)

@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "actors": {"protocols", "kernels", "models"},
     "configurator": {"protocols"},
     "services": {"protocols", "kernels", "models", "actors", "configurator"},
-    "loadgen": {"protocols", "services.scheduling"},
+    "loadgen": {"protocols", "services.scheduling", "configurator", "models.needle_prompts"},
 }
 """Other rooms that a room may import."""
 

@@ -20,7 +20,7 @@ DEADLINE_S = 350
 
 def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "csps.services.cli", *arguments],
+        [sys.executable, "-m", "csps.cli", *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from csps.cli import main
 from csps.services import ray_head
-from csps.services.cli import main
 
 WEIGHTS = "model.safetensors"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from csps.cli import main
 from csps.services import ray_head
-from csps.services.cli import main
 
 _LEADER = """
 import subprocess, sys

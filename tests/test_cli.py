@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from csps.cli import COMMANDS, main
 from csps.protocols.errors import ConfigError
 from csps.services import preflight
-from csps.services.cli import main
 from csps.services.deploy_config import read_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -137,3 +139,43 @@ def test_stopping_what_was_never_started(
     monkeypatch.chdir(tmp_path)
     assert main(["stop"]) == 0
     assert "no server was started" in capsys.readouterr().out
+
+
+_LOADED = """
+import contextlib, sys
+from csps.cli import main
+with contextlib.suppress(SystemExit):
+    main(sys.argv[1:])
+print(*sorted({"torch", "ray", "numpy", "httpx"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["serve", "--help"], ["sreve"]])
+def test_help_loads_no_room(words: list[str]) -> None:
+    """In a process of its own, because this one has everything loaded."""
+    command = [sys.executable, "-c", _LOADED, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == ""
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    printed = capsys.readouterr().out.splitlines()
+    assert all(any(line.split()[:1] == [name] for line in printed) for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: csps {name}")
+
+
+@pytest.mark.parametrize("words", [[], ["sreve"], ["stop", "now"], ["serve", "--prot", "1"]])
+def test_an_unknown_word_is_a_usage_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert capsys.readouterr().err.startswith("usage: csps")

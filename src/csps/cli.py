@@ -1,0 +1,82 @@
+"""The `csps` command: which room holds each subcommand.
+
+A subcommand is a function `(argv) -> int | None` that parses its own arguments, in a small module
+of the room that it belongs to. Only the one that is asked for is imported: `csps --help` takes
+neither Ray's nor torch's seconds, and a command of one room works where another room's libraries
+are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from csps import __version__
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells."""
+
+Main = Callable[[Sequence[str]], int | None]
+"""A subcommand; None is success."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a subcommand is found."""
+
+    room_module: str
+    """Module below `csps`."""
+    function: str
+    help: str
+
+    def load(self) -> Main:
+        """Import the module that holds it."""
+        main: Main = getattr(importlib.import_module(f"csps.{self.room_module}"), self.function)
+        return main
+
+
+COMMANDS = {
+    "serve": Command("services.commands", "serve", "start a server on this machine"),
+    "stop": Command("services.commands", "stop", "drain and stop the server started from here"),
+    "demo": Command("services.commands", "demo", "send a 16K-token question to the server"),
+    "check-config": Command("services.commands", "check_config", "check a configuration file"),
+    "eval": Command("services.eval_command", "main", "accuracy on hidden facts"),
+}
+"""In the order in which `--help` lists them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; a mistake is one line on standard error and status 1."""
+    from csps.protocols.errors import CspsError
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS[_parser().parse_args(words[:1]).command]
+    try:
+        return command.load()(words[1:]) or 0
+    except CspsError as error:
+        print(f"csps: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("csps: interrupted; `csps stop` ends a server started from here", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listed = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="csps",
+        description="Long-context LLM server.",
+        epilog="\n".join(["commands (each has its own --help):", *listed]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"csps {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
