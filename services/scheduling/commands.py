@@ -1,0 +1,116 @@
+"""What the scheduler wants done. An executor carries commands out in the order given.
+
+The ledger is authoritative: `Reserve` and `RunStep` of a plan leave together, a rank that refuses
+one is a fault (`events.Failed`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from csps.services.scheduling.events import WireError
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
+
+
+class Command(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="command", gc=False
+):
+    """Base of all commands: immutable, and one array in the log."""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Positions [start, stop) of a sequence lie, or are to lie, on an instance."""
+
+    instance: InstanceId
+    start: int
+    stop: int
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Positions [start, start + length) of a sequence, computed by one step."""
+
+    sequence: SequenceId
+    start: int
+    length: int
+
+
+class Reserve(Command, tag="reserve"):
+    """Set KV slots aside on decode instances and expect a sequence's KV there."""
+
+    request: RequestId
+    sequence: SequenceId
+    prompt_tokens: int
+    """To be prefilled: the client's prompt, and what was drawn before a fault."""
+    output_tokens: int
+    """Tokens that may still be drawn."""
+    shares: tuple[Share, ...]
+    """Of the prompt's KV; in order, without gaps."""
+    master: InstanceId
+    """Draws the tokens and keeps their KV."""
+    deadline_ns: int
+    """For the instances to say yes."""
+
+
+class RunStep(Command, tag="run_step"):
+    """Compute pieces on a group of instances of one gang."""
+
+    step: StepId
+    group: tuple[InstanceId, ...]
+    bounds: tuple[int, ...]
+    """The pieces are laid end to end; `group[i]` computes tokens [bounds[i], bounds[i+1])."""
+    pieces: tuple[Piece, ...]
+    history: tuple[tuple[Share, ...], ...]
+    """Of each piece: where the KV of its sequence's earlier chunks lies."""
+    strategy: str
+    """By the engine's names (`actors/strategies/choice.py`)."""
+    cls: str
+    """Of all pieces; the executor elaborates levels and micro-partitions for this very group."""
+    urgent: bool
+    """May run inside a step that is not urgent."""
+
+
+class SetGroup(Command, tag="set_group"):
+    """Change the rows of a decode group: all KV of these sequences has landed."""
+
+    gang: GangId
+    joined: tuple[SequenceId, ...]
+
+
+class Cancel(Command, tag="cancel"):
+    """Stop working for a sequence and free what it holds on these gangs."""
+
+    sequence: SequenceId
+    gangs: tuple[GangId, ...]
+
+
+class Restart(Command, tag="restart"):
+    """A sequence is over, its request waits again. Tokens that still come for it are dropped; the
+    next sequence computes prompt and delivered tokens again and goes on with the next one."""
+
+    request: RequestId
+    sequence: SequenceId
+    error: WireError
+
+
+class Refuse(Command, tag="refuse"):
+    """The request is not admitted."""
+
+    request: RequestId
+    error: WireError
+
+
+class Fail(Command, tag="fail"):
+    """The request ends without its whole answer."""
+
+    request: RequestId
+    error: WireError
+
+
+class ResetGang(Command, tag="reset_gang"):
+    """A gang owes an answer and is silent: hang up on it, which ends what it does."""
+
+    gang: GangId
+    reason: str
+
+
+AnyCommand = Reserve | RunStep | SetGroup | Cancel | Restart | Refuse | Fail | ResetGang

@@ -1,0 +1,220 @@
+"""What the scheduler is told: facts about requests, gangs and steps, in the order they happened.
+
+An executor (the live router, the simulator, a table in a test) collects the events of one turn of
+its loop and hands them to `Scheduler.handle` together. Events name instances, never ranks: an
+adapter waits until all `tp` ranks of an instance have reported. Tokens, text and log-probabilities
+never appear here; `drawn` counts are all that the scheduler learns about an answer.
+
+Times are integer nanoseconds, sizes are tokens. Every event is a msgspec structure, so that the log
+of a live run is a few bytes an event and can be replayed (`services.scheduling.log`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An exception of `protocols.errors` as it crosses the seam; `from_wire` makes it one again."""
+
+    code: str
+    """Name of the class."""
+    message: str
+    data: dict[str, int | float | str | None] | None = None
+    """Keyword arguments of classes that have their own."""
+
+
+class Event(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag_field="event", gc=False
+):
+    """Base of all events: immutable, and one array in the log."""
+
+
+# --- requests ------------------------------------------------------------------------------
+
+
+class Submitted(Event, tag="submitted"):
+    """A client's request, validated and tokenized."""
+
+    request: RequestId
+    prompt_tokens: int
+    output_tokens: int
+    """Most tokens that may be drawn."""
+    cls: str = "exact"
+    """How it may attend; a key of the cost table (`cost.CostTable`). Requests of one class can
+    share a step."""
+    deadline_ns: int | None = None
+    """Absolute; the request fails then unless it has finished."""
+    hashes: tuple[bytes, ...] = ()
+    """Chain hashes of the prompt's prefix, made outside the scheduler."""
+
+
+class Committed(Event, tag="committed"):
+    """The first byte of the answer has left."""
+
+    request: RequestId
+
+
+class Cancelled(Event, tag="cancelled"):
+    """The client went away, or found its stop string."""
+
+    request: RequestId
+
+
+# --- sequences -----------------------------------------------------------------------------
+
+
+class FirstToken(Event, tag="first_token"):
+    """The prefill of a sequence has drawn its token; its KV may still be on the way."""
+
+    sequence: SequenceId
+
+
+class Landed(Event, tag="landed"):
+    """A decode instance holds its whole share of a sequence's KV."""
+
+    sequence: SequenceId
+    instance: InstanceId
+    tokens: int
+
+
+class Freed(Event, tag="freed"):
+    """An instance holds nothing of a sequence any more."""
+
+    sequence: SequenceId
+    instance: InstanceId
+
+
+class Finished(Event, tag="finished"):
+    """The last token of a sequence was drawn."""
+
+    sequence: SequenceId
+    drawn: int
+    """Tokens of the answer, over all sequences of the request."""
+
+
+class Failed(Event, tag="failed"):
+    """A sequence cannot go on: a rank has refused it, or its KV arrived wrong."""
+
+    sequence: SequenceId
+    drawn: int
+    """Tokens of the answer that were delivered, over all sequences of the request; none follows."""
+    error: WireError
+    retryable: bool
+    """The cluster's fault and not the request's."""
+
+
+class Progress(Event, tag="progress"):
+    """How far answers are. An executor reports it before whatever ends sequences without a word of
+    their own (`GangDown`), and before a round whose policy asks for it."""
+
+    drawn: tuple[tuple[SequenceId, int], ...]
+    """Tokens of the answer that were delivered, over all sequences of the request."""
+
+
+# --- steps ---------------------------------------------------------------------------------
+
+
+class StepDone(Event, tag="step_done"):
+    """An instance has computed its part of a step and holds no slots for it any more."""
+
+    step: StepId
+    instance: InstanceId
+    took_ns: int
+    """From the step's start to its end on this instance, without what overtook it."""
+
+
+# --- gangs ---------------------------------------------------------------------------------
+
+
+class InstanceUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One copy of the weights in a gang that came up."""
+
+    location: str
+    """Rack-Server-GPU id of its first rank."""
+    kv_slots: int
+    """Tokens that each of its ranks can hold."""
+
+
+class GangUp(Event, tag="gang_up"):
+    """A gang was attached."""
+
+    gang: GangId
+    generation: int
+    """Of the router that attached it; sequence and step ids contain it."""
+    may_prefill: bool
+    may_decode: bool
+    tp: int
+    instances: tuple[InstanceUp, ...]
+    """In order: instance `i` is `instance_id(gang, i)`."""
+    max_positions: int
+    """Longest prompt and answer together."""
+
+
+class GangDown(Event, tag="gang_down"):
+    """A gang is gone with all that it held."""
+
+    gang: GangId
+    reason: str
+
+
+class LinkUp(Event, tag="link_up"):
+    """KV can go from one gang to the other. An elastic gang is linked to itself by nature."""
+
+    prefill: GangId
+    decode: GangId
+
+
+class LinkDown(Event, tag="link_down"):
+    """It cannot any more; both gangs live on."""
+
+    prefill: GangId
+    decode: GangId
+    reason: str
+
+
+class Heard(Event, tag="heard"):
+    """Instances gave a sign of life. Executors report it about once a second, not every time."""
+
+    instances: tuple[InstanceId, ...]
+
+
+# --- the scheduler's own -------------------------------------------------------------------
+
+
+class Calibrated(Event, tag="calibrated"):
+    """A new cost table is in force. Tables are kept by digest beside the log."""
+
+    digest: str
+
+
+class Wake(Event, tag="wake"):
+    """The time that `handle` had asked for has come."""
+
+
+class Drain(Event, tag="drain"):
+    """Refuse new requests from now on; those admitted go on."""
+
+
+AnyEvent = (
+    Submitted
+    | Committed
+    | Cancelled
+    | FirstToken
+    | Landed
+    | Freed
+    | Finished
+    | Failed
+    | Progress
+    | StepDone
+    | GangUp
+    | GangDown
+    | LinkUp
+    | LinkDown
+    | Heard
+    | Calibrated
+    | Wake
+    | Drain
+)
