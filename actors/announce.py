@@ -14,7 +14,7 @@ Notify = Callable[[str, Any], None]
 
 
 def token_drawn(rid: int, index: int, draw: Draw) -> TokenDrawn:
-    """A draw as the message that goes to the router."""
+    """A draw as a row of the message that goes to the router."""
     return TokenDrawn(
         rid=rid,
         index=index,

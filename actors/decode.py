@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,14 @@ from csps.protocols.errors import (
     FaultError,
     ProtocolError,
 )
-from csps.protocols.messages import JoinBatch, Reserve, SlotsFreed, Span
+from csps.protocols.messages import (
+    JoinBatch,
+    Reserve,
+    SlotsFreed,
+    Span,
+    TokenDrawn,
+    Tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -319,20 +327,28 @@ class DecodeLoop:
         if self._engine.tp_rank == 0:
             samplers = [d.sampler for d in mine if d.sampler is not None]
             draws = draw_batch(samplers, logits_tv, [d.index for d in mine])
-            for row, (decoding, draw) in enumerate(zip(mine, draws, strict=True)):
-                words[row] = torch.tensor(self._announce(decoding, draw))
+            words = torch.tensor(self._announce(mine, draws), dtype=torch.int64)
         self._share_tokens(words)
         for decoding, (token, _) in zip(mine, words.tolist(), strict=True):
             decoding.token = token
         return [d.rid for d, (_, done) in zip(mine, words.tolist(), strict=True) if done]
 
-    def _announce(self, decoding: _Decoding, draw: Draw | CspsError) -> tuple[int, int]:
-        """Tell the router; returns the token and whether the request is finished."""
-        if isinstance(draw, CspsError):
-            self._notify("failed", request_failed(decoding.rid, self._engine.rank, draw))
-            return 0, 1
-        self._notify("token", token_drawn(decoding.rid, decoding.index, draw))
-        return draw.token, int(draw.finish_reason is not None)
+    def _announce(
+        self, mine: list[_Decoding], draws: Sequence[Draw | CspsError]
+    ) -> list[tuple[int, int]]:
+        """Tell the router; returns each request's token and whether it is finished."""
+        drawn: list[TokenDrawn] = []
+        words: list[tuple[int, int]] = []
+        for decoding, draw in zip(mine, draws, strict=True):
+            if isinstance(draw, CspsError):
+                self._notify("failed", request_failed(decoding.rid, self._engine.rank, draw))
+                words.append((0, 1))
+                continue
+            drawn.append(token_drawn(decoding.rid, decoding.index, draw))
+            words.append((draw.token, int(draw.finish_reason is not None)))
+        if drawn:
+            self._notify("tokens", Tokens.of(drawn))
+        return words
 
     def _share_tokens(self, words: Tensor) -> None:
         engine, first = self._engine, self._peer_at(0)

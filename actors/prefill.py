@@ -46,7 +46,7 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, TransferError
-from csps.protocols.messages import PrefillDone, PrefillJob
+from csps.protocols.messages import PrefillDone, PrefillJob, PrefillPiece, TokenDrawn, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -308,8 +308,7 @@ class PrefillLoop:
         if self._engine.tp_rank:
             return
         logits_tv = self._engine.network.logits(x_td)
-        for index, logits_v in zip((index for index, _ in own), logits_tv, strict=True):
-            self._draw(run, index, logits_v)
+        self._draw([run.job.pieces[index] for index, _ in own], logits_tv)
 
     def _last_attention(self, run: _Run, q_thd: Tensor) -> Tensor:
         """Attention of the own last rows over KV wherever in the group it lies."""
@@ -323,16 +322,17 @@ class PrefillLoop:
             tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
         )
 
-    def _draw(self, run: _Run, index: int, logits_v: Tensor) -> None:
-        piece = run.job.pieces[index]
-        prompt = np.frombuffer(piece.prompt_tokens, dtype="<i4").tolist()
-        try:
-            sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
-            draw = sampler.draw(logits_v, 0)
-        except CspsError as exc:
-            self._fail(piece.rid, exc)
-        else:
-            self._notify("token", token_drawn(piece.rid, 0, draw))
+    def _draw(self, pieces: Sequence[PrefillPiece], logits_tv: Tensor) -> None:
+        drawn: list[TokenDrawn] = []
+        for piece, logits_v in zip(pieces, logits_tv, strict=True):
+            prompt = np.frombuffer(piece.prompt_tokens, dtype="<i4").tolist()
+            try:
+                sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
+                drawn.append(token_drawn(piece.rid, 0, sampler.draw(logits_v, 0)))
+            except CspsError as exc:
+                self._fail(piece.rid, exc)
+        if drawn:
+            self._notify("tokens", Tokens.of(drawn))
 
     # --- urgent jobs inside a long one -----------------------------------------------------
 

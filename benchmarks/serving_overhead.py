@@ -38,7 +38,7 @@ import wide_checkpoint
 from deployed import deployed, deployed_beside
 
 from csps.loadgen.streaming_client import stream
-from csps.protocols.messages import Sampling, TokenDrawn
+from csps.protocols.messages import Sampling, TokenDrawn, Tokens
 from csps.protocols.schema import unpack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
@@ -191,10 +191,10 @@ async def _bare_gap(cell: Cell, args: argparse.Namespace, rid: int) -> float:
 
     def stamp(method: str, payload: dict[str, Any]) -> None:
         """Wake the driver for the first and the last token only: between them it costs nothing."""
-        if method == "token":
+        if method == "tokens":
             stamps.append(time.perf_counter())
-            if 0 < payload["index"] < args.tokens - 1:
-                cell.heard[TokenDrawn].append(unpack(TokenDrawn, payload))
+            if 0 < payload["indices"][0] < args.tokens - 1:
+                cell.heard[TokenDrawn].extend(unpack(Tokens, payload).each())
                 return
         notified(method, payload)
 

@@ -27,6 +27,7 @@ from csps.protocols.messages import (
     RequestFailed,
     SlotsFreed,
     TokenDrawn,
+    Tokens,
 )
 from csps.protocols.schema import pack, unpack
 from csps.services.attached_gang import AttachedGang
@@ -280,15 +281,15 @@ class Execution:
 
     def notified(self, rank: int, method: str, payload: Any) -> None:
         """A notification from a rank of the current gangs."""
-        if method == "token":  # thousands a second: before everything else
-            self._token(payload)
+        if method == "tokens":  # thousands a second: before everything else
+            for token in unpack(Tokens, payload).each():
+                self._token(token)
         elif (handler := self._handlers.get(method)) is not None:
             handler(rank, payload)
         else:
             raise ProtocolError(f"rank {rank} sent {method}, which a router does not know")
 
-    def _token(self, payload: Any) -> None:
-        token = unpack(TokenDrawn, payload)
+    def _token(self, token: TokenDrawn) -> None:
         attempt = self._attempts.get(token.rid)
         if attempt is None or attempt.over:
             return

@@ -39,6 +39,7 @@ from csps.protocols.messages import (
     SlotsFreed,
     Span,
     TokenDrawn,
+    Tokens,
 )
 from csps.protocols.rpc_client import RpcClient
 
@@ -54,7 +55,7 @@ T = TypeVar("T")
 GREEDY = Sampling(temperature=0, max_tokens=6)
 
 _MESSAGES: dict[str, type[Any]] = {
-    "token": TokenDrawn,
+    "tokens": Tokens,
     "prefill_progress": PrefillProgress,
     "prefill_done": PrefillDone,
     "landed": KvLanded,
@@ -134,7 +135,7 @@ class Cell:
         self.decode = Gang([], [])
         self.heard: dict[type[Any], list[Any]] = defaultdict(list)
         self.order: list[Any] = []
-        """All notifications as they came."""
+        """All notifications as they came, tokens one by one."""
         self.failures_expected = False
         self.jobs: dict[int, PrefillJob] = {}
         self._news = asyncio.Event()
@@ -191,8 +192,9 @@ class Cell:
     def notified(self, method: str, payload: Any) -> None:
         """A rank has told something; may be replaced on one cell."""
         message = schema.unpack(_MESSAGES[method], payload)
-        self.heard[type(message)].append(message)
-        self.order.append(message)
+        for it in message.each() if isinstance(message, Tokens) else [message]:
+            self.heard[type(it)].append(it)
+            self.order.append(it)
         self._news.set()
 
     async def until(self, condition: Callable[[], object]) -> None:

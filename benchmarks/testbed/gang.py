@@ -31,7 +31,7 @@ from csps.protocols.messages import (
     RankDescription,
     RequestFailed,
     Sampling,
-    TokenDrawn,
+    Tokens,
 )
 from csps.protocols.rpc_client import RpcClient
 from testbed.cpu_time import CpuTime
@@ -45,9 +45,9 @@ JOB_S = 600.0
 CLOSE_S = 10.0
 """For a rank to end by itself."""
 TRACED_RANK = Path(__file__).with_name("traced_rank.py")
-T = TypeVar("T", TokenDrawn, PrefillDone)
+T = TypeVar("T", Tokens, PrefillDone)
 _KINDS: dict[str, type] = {
-    "token": TokenDrawn,
+    "tokens": Tokens,
     "prefill_done": PrefillDone,
     "failed": RequestFailed,
 }
@@ -188,13 +188,13 @@ class Gang:
         traffic, before = self._bed.traffic(), [CpuTime.of(pid) for pid in pids]
         begin = time.perf_counter()
         self._submit(job, tokens)
-        token = await self._next(TokenDrawn)
+        drawn = await self._next(Tokens)
         ttft_s = time.perf_counter() - begin
         done = [await self._next(PrefillDone) for _ in pids]
         used = [CpuTime.of(pid) - then for pid, then in zip(pids, before, strict=True)]
         self._forget(job)
         return JobResult(
-            token=token.token,
+            token=drawn.tokens[0],
             trace_id=job.trace["traceparent"].split("-")[1],
             ttft_s=ttft_s,
             done=tuple(sorted(done, key=lambda d: d.rank)),

@@ -30,6 +30,7 @@ from csps.protocols.messages import (
     Sampling,
     SlotsFreed,
     TokenDrawn,
+    Tokens,
 )
 from csps.protocols.plans import Plan, PlanRequest
 from csps.protocols.rpc_server import Peer, RpcServer
@@ -253,7 +254,7 @@ class FakeGang:
     def draw(self, rid: int, index: int, token: int = 7, finish: Any = None) -> None:
         """A token, from whichever rank; the router does not care which."""
         drawn = TokenDrawn(rid=rid, index=index, token=token, finish_reason=finish)
-        self.ranks[-1].tell("token", drawn)
+        self.ranks[-1].tell("tokens", Tokens.of([drawn]))
 
     def land(self, rid: int) -> None:
         """The prompt's KV is there, on every rank that holds a share."""
