@@ -1,0 +1,174 @@
+"""The workloads of the papers, by name, drawn from what is published about their lengths.
+
+The data sets themselves are not here: their licences and sizes forbid it, and a server's speed
+depends on lengths. `source` says what is published and what had to be assumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from csps.loadgen.workloads.lengths import (
+    ClippedLognormal,
+    Constant,
+    Lengths,
+    LogUniform,
+    Tokens,
+    TruncatedLognormal,
+    Zipf,
+)
+from csps.protocols.errors import ConfigError, nearest
+
+K = 1000
+Pairs = tuple[Tokens, Tokens]
+"""Lengths of prompts and of answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Lengths of prompts and answers that belong together."""
+
+    name: str
+    source: str
+    longest_input: int
+    draw: Callable[[int, np.random.Generator], Pairs]
+
+
+def workload(name: str) -> Workload:
+    """By name; `zipf:1.2` is Zipf with an alpha of 1.2.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if match := re.fullmatch(r"zipf[:(]?([0-9.]+)\)?", name):
+        return zipf(float(match[1]))
+    if name not in WORKLOADS:
+        raise ConfigError(f"unknown workload '{name}'{nearest(name, [*WORKLOADS, 'zipf:ALPHA'])}")
+    return WORKLOADS[name]
+
+
+def independent(name: str, prompts: Lengths, answers: Lengths, source: str) -> Workload:
+    """Answers as long as they are whatever the prompt."""
+
+    def draw(requests: int, rng: np.random.Generator) -> Pairs:
+        shares = rng.random((requests, 2))
+        return prompts.at(shares[:, 0]), answers.at(shares[:, 1])
+
+    return Workload(name=name, source=source, longest_input=prompts.longest, draw=draw)
+
+
+def random_lengths(input_length: int, output_length: int) -> Workload:
+    """Every request of one size."""
+    return independent(
+        "random",
+        Constant(longest=input_length),
+        Constant(longest=output_length),
+        "every request of the same size",
+    )
+
+
+def _mixed(name: str, parts: tuple[Workload, ...], source: str) -> Workload:
+    """Each request from one of several workloads, all equally likely."""
+
+    def draw(requests: int, rng: np.random.Generator) -> Pairs:
+        chosen = rng.integers(len(parts), size=requests)
+        drawn = np.array([part.draw(requests, rng) for part in parts])
+        inputs, outputs = drawn[chosen, :, np.arange(requests)].T
+        return inputs, outputs
+
+    longest = max(part.longest_input for part in parts)
+    return Workload(name=name, source=source, longest_input=longest, draw=draw)
+
+
+def zipf(alpha: float) -> Workload:
+    """Prompts of LoongServe's Fig. 12, many short ones and few of up to 200K tokens."""
+    prompts = Zipf(alpha=alpha, shortest=10, longest=199_999)
+
+    def draw(requests: int, rng: np.random.Generator) -> Pairs:
+        shares = rng.random((requests, 2))
+        inputs = prompts.at(shares[:, 0])
+        chat, document = (answers.at(shares[:, 1]) for answers in (_SHAREGPT_OUT, _LEVAL_OUT))
+        return inputs, np.where(inputs <= _SHAREGPT_IN.longest, chat, document)
+
+    return Workload(
+        name=f"zipf:{alpha:g}",
+        source="LoongServe Fig. 12 and its released script: 10 to 199,999 tokens, weight x^-alpha, "
+        "answers of the request of Mixed that is nearest in length (here: ShareGPT's up to its "
+        "longest prompt, L-Eval's beyond)",
+        longest_input=prompts.longest,
+        draw=draw,
+    )
+
+
+_SHAREGPT_IN = TruncatedLognormal.with_mean(mean=161.31, sigma=1.2, shortest=4, longest=2300)
+_SHAREGPT_OUT = TruncatedLognormal.with_mean(mean=337.99, sigma=0.8, shortest=4, longest=2300)
+_LEVAL_OUT = TruncatedLognormal.with_mean(mean=90.7, sigma=1.0, shortest=1, longest=1024)
+_TETRIS_OUT = TruncatedLognormal(median=200, sigma=0.7, shortest=16, longest=1024)
+
+_NEEDLEBENCH = independent(
+    "needlebench",
+    ClippedLognormal.with_quantiles(median=113 * K, p99=995 * K, longest=1000 * K),
+    ClippedLognormal.with_quantiles(median=348, p99=572, longest=1024),
+    "CSPS Table 2: prompts median 113K, P99 995K, answers 348 and 572. Its standard deviation of "
+    "506K cannot be met: no lengths between 0 and 1M have more than 500K",
+)
+_BOOKCORPUS = independent(
+    "bookcorpus",
+    ClippedLognormal.with_quantiles(median=97 * K, p99=406 * K, longest=406 * K),
+    ClippedLognormal.with_quantiles(median=375, p99=631, longest=1024),
+    "CSPS Table 2: prompts median 97K, P99 406K, answers 375 and 631; the lognormal that they set "
+    "has 75K for a standard deviation, the table 183K",
+)
+_SHAREGPT = independent(
+    "sharegpt",
+    _SHAREGPT_IN,
+    _SHAREGPT_OUT,
+    "LoongServe: 4 to 2.3K tokens; vLLM's paper: 161 in and 338 out on average; spread assumed",
+)
+_LEVAL = independent(
+    "l-eval",
+    TruncatedLognormal.with_mean(mean=16.5 * K, sigma=0.9, shortest=2700, longest=210_500),
+    _LEVAL_OUT,
+    "LoongServe: 2.7K to 210.5K tokens; the mean is about that of L-Eval's tasks, by question; "
+    "answers as LongBench's in DistServe, 91 on average; spread assumed",
+)
+_LVEVAL = independent(
+    "lv-eval",
+    LogUniform(shortest=15_100, longest=497_300),
+    TruncatedLognormal(median=24, sigma=0.6, shortest=1, longest=64),
+    "LoongServe: 15.1K to 497.3K tokens; LV-Eval: five levels that double, equally many questions, "
+    "102K words on average; answers assumed: short, at most 64 tokens",
+)
+_MIXED = _mixed(
+    "mixed", (_SHAREGPT, _LEVAL, _LVEVAL), "LoongServe: ShareGPT, L-Eval and LV-Eval, equal parts"
+)
+
+
+def _tetris(name: str, mean: float, shortest: int, longest: int) -> Workload:
+    prompts = TruncatedLognormal.with_mean(
+        mean=mean * K, sigma=0.8, shortest=shortest * K, longest=longest * K
+    )
+    published = f"{shortest}K to {longest}K tokens, {mean:g}K on average"
+    source = f"Tetris: {published}; shape and answers assumed (lognormal, median 200)"
+    return independent(f"tetris-{name}", prompts, _TETRIS_OUT, source)
+
+
+WORKLOADS = {
+    it.name: it
+    for it in (
+        _NEEDLEBENCH,
+        _BOOKCORPUS,
+        _SHAREGPT,
+        _LEVAL,
+        _LVEVAL,
+        _MIXED,
+        _tetris("short", 23.6, 4, 95),
+        _tetris("medium", 32.8, 8, 142),
+        _tetris("long", 50.1, 16, 190),
+    )
+}
+"""By name; Zipf has a number in its name and is not listed, see `workload`."""

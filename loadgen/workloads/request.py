@@ -1,0 +1,100 @@
+"""One request of a workload, as load tests and the simulator read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+HASH_BLOCK_TOKENS = 512
+"""Prompt tokens that one of Mooncake's `hash_ids` stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a request wants made the best of, as in the `csps` object of the API."""
+
+    objective: str | None = None
+    """`ttft` or `accuracy`."""
+    max_accuracy_loss: float | None = None
+    """Share of accuracy that may be lost, 0 to 1."""
+    max_ttft_ms: float | None = None
+
+    def body(self) -> dict[str, str | float]:
+        """The fields that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def label(self) -> str:
+        """Names it in results: `ttft max_accuracy_loss=0.01`."""
+        bounds = [f"{name}={value:g}" for name, value in vars(self).items() if _number(value)]
+        return " ".join([self.objective or "default", *bounds])
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked, and when."""
+
+    arrival_ns: int
+    """Nanoseconds from the start of the run. Of a later turn of a conversation: no earlier."""
+    input_length: int
+    """Tokens of the prompt, special tokens not counted."""
+    output_length: int
+    """Tokens of the answer: at most, or exactly where end-of-sequence tokens are ignored."""
+    hash_ids: tuple[int, ...] = ()
+    """One for every `HASH_BLOCK_TOKENS` tokens of the prompt; equal ids at the start of two prompts
+    are equal text. Empty: unlike every other prompt."""
+    prompt: str | None = None
+    """Text. Of a later turn of a conversation: what is added to the turn before and its answer."""
+    answer: str | None = None
+    """The one right answer, where the prompt has one."""
+    objective: Objective | None = None
+    conversation: str | None = None
+    """Turns of one conversation follow each other: each prompt starts with the one before and its
+    answer, and `input_length` counts them too."""
+    delay_ns: int = 0
+    """Of a later turn: nanoseconds from the end of the turn before to this one."""
+
+    def __post_init__(self) -> None:
+        if min(self.arrival_ns, self.delay_ns) < 0:
+            raise ValueError(f"times of a request start at 0: {self.arrival_ns}, {self.delay_ns}")
+        if min(self.input_length, self.output_length) < 1:
+            lengths = f"{self.input_length} in and {self.output_length} out"
+            raise ValueError(f"a request has at least one token in and one out, not {lengths}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """Requests that all fit into a model's positions."""
+
+    requests: tuple[Request, ...]
+    cut: int
+    """Requests whose prompt had to be cut."""
+
+
+def fit(requests: Sequence[Request], positions: int) -> Fitted:
+    """Cut prompts so that prompt and answer fit; answers keep their length.
+
+    A prompt that has text is left alone, since nobody here knows where its tokens end: give the
+    requests text after fitting them.
+
+    Raises:
+        ValueError: an answer alone takes all positions, or a text does not fit.
+    """
+    fitted = tuple(_fit(request, positions) for request in requests)
+    cut = sum(a is not b for a, b in zip(fitted, requests, strict=True))
+    return Fitted(requests=fitted, cut=cut)
+
+
+def _fit(request: Request, positions: int) -> Request:
+    room = positions - request.output_length
+    if request.input_length <= room:
+        return request
+    if room < 1 or request.prompt is not None:
+        total = f"{request.input_length} + {request.output_length} tokens"
+        raise ValueError(f"{total} do not fit into {positions} positions and cannot be cut")
+    blocks = -(-room // HASH_BLOCK_TOKENS)
+    return replace(request, input_length=room, hash_ids=request.hash_ids[:blocks])

@@ -1,0 +1,116 @@
+"""Mooncake's JSONL in and out: one request a line.
+
+`timestamp` (ms), `input_length`, `output_length`, `hash_ids`, as in Mooncake's published traces;
+beside them `prompt`, `answer`, `csps` (the request's objective), and for conversations, as Dynamo
+writes them, `session_id` and `delay` (ms after the answer to the turn before).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from csps.loadgen.workloads.request import Objective, Request
+from csps.protocols.errors import ConfigError, abridged, nearest
+
+NS_PER_MS = 1_000_000
+_OBJECTIVE_FIELDS = {field.name for field in fields(Objective)}
+
+
+def read_trace(path: Path, *, speedup: float = 1.0) -> list[Request]:
+    """All requests of a file, in the order of their arrival.
+
+    Args:
+        path: the file; empty lines are skipped, unknown fields ignored.
+        speedup: divides times of arrival and delays.
+
+    Raises:
+        ConfigError: what is wrong, with file and line.
+    """
+    requests: list[Request] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    requests.append(_read(line, f"{path}:{number}", speedup))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    # Stable: turns of a conversation without times of their own stay in the order of the file.
+    return sorted(requests, key=lambda request: request.arrival_ns)
+
+
+def write_trace(requests: Iterable[Request], path: Path) -> None:
+    """What `read_trace` reads back equal, but for fractions of a nanosecond."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(dict(_row(request))) + "\n" for request in requests)
+
+
+def at_rate(requests: list[Request], rate: float) -> list[Request]:
+    """The same requests, their times stretched to so many requests per second on average."""
+    span_ns = requests[-1].arrival_ns - requests[0].arrival_ns if requests else 0
+    if span_ns == 0:
+        return requests
+    factor = (len(requests) - 1) / rate * 1e9 / span_ns
+    return [replace(it, arrival_ns=round(it.arrival_ns * factor)) for it in requests]
+
+
+def _read(line: str, place: str, speedup: float) -> Request:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"expected an object, got {abridged(row)}")
+        prompt = row.get("prompt")
+        # A file with text only: tokens are counted by the server, or by a tokenizer before.
+        input_length = row.get("input_length", max(1, len(str(prompt).split())) if prompt else None)
+        return Request(
+            arrival_ns=round(_number(row.get("timestamp", 0), "timestamp") * NS_PER_MS / speedup),
+            delay_ns=round(_number(row.get("delay", 0), "delay") * NS_PER_MS / speedup),
+            input_length=int(_number(input_length, "input_length")),
+            output_length=int(_number(row.get("output_length"), "output_length")),
+            hash_ids=tuple(map(int, row.get("hash_ids") or ())),
+            prompt=prompt,
+            answer=row.get("answer"),
+            objective=_objective(row.get("csps")),
+            conversation=None if (name := row.get("session_id")) is None else str(name),
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"'{name}' must be a number, got {abridged(value)}")
+    return value
+
+
+def _objective(fields_of: Any) -> Objective | None:
+    if not fields_of:
+        return None
+    for name in fields_of:
+        if name not in _OBJECTIVE_FIELDS:
+            raise ValueError(f"csps: unknown field '{name}'{nearest(name, _OBJECTIVE_FIELDS)}")
+    return Objective(**fields_of)
+
+
+def _row(request: Request) -> Iterator[tuple[str, Any]]:
+    yield "timestamp", _milliseconds(request.arrival_ns)
+    yield "input_length", request.input_length
+    yield "output_length", request.output_length
+    yield "hash_ids", list(request.hash_ids)
+    if request.delay_ns:
+        yield "delay", _milliseconds(request.delay_ns)
+    optional = {
+        "session_id": request.conversation,
+        "prompt": request.prompt,
+        "answer": request.answer,
+        "csps": request.objective and request.objective.body(),
+    }
+    yield from ((name, value) for name, value in optional.items() if value is not None)
+
+
+def _milliseconds(ns: int) -> int | float:
+    """Whole where it is, as Mooncake writes it."""
+    return ns // NS_PER_MS if ns % NS_PER_MS == 0 else ns / NS_PER_MS
