@@ -24,13 +24,14 @@ import numpy as np
 import report
 import wide_checkpoint
 
+from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import CancelRequest, PrefillDone, TokenDrawn
 from csps.protocols.schema import pack
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import gang_cell
-from gang_cell import Cell, Gang, GangPlan, Request, job_of
+from gang_cell import Cell, GangPlan, Request, job_of
 from gang_processes import attached_processes
 
 gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
@@ -78,7 +79,9 @@ async def _measure(name: str, model: Path, args: argparse.Namespace) -> list[dic
         ]
 
 
-async def _compare(cell: Cell, gangs: Sequence[Gang], length: int, rounds: int) -> dict[str, float]:
+async def _compare(
+    cell: Cell, gangs: Sequence[GangClient], length: int, rounds: int
+) -> dict[str, float]:
     for gang in gangs:
         await prefill(cell, gang, min(length, 1024), seed=0)  # allocators and caches warm up
     runs = [[await prefill(cell, gang, length, seed=n) for gang in gangs] for n in range(rounds)]
@@ -93,7 +96,7 @@ async def _compare(cell: Cell, gangs: Sequence[Gang], length: int, rounds: int) 
 
 
 async def prefill(
-    cell: Cell, gang: Gang, length: int, *, seed: int, **fields: Any
+    cell: Cell, gang: GangClient, length: int, *, seed: int, **fields: Any
 ) -> tuple[float, float]:
     """(seconds to the first token, most that a rank has waited for others).
 

@@ -66,11 +66,11 @@ async def _layer(tokens: int) -> tuple[float, float]:
         wide_checkpoint.make(Path(model))
         plan = GangPlan(model_dir=model, role="prefill", instances=len(RANKS), kv_slots=tokens)
         async with thread_gang(plan) as ranks:
-            gang = await cell.attach(ranks.addresses)
+            gang = await cell.attach(ranks.members, "prefill")
             with patch.object(Timeline, "phase", counted):
                 await prefill(0)
             seconds = min([await prefill(seed) for seed in range(ROUNDS)])
-            await gang.hang_up()
+            await gang.close()
     layers = len(RANKS) * LAYERS
     return next(calls) / layers, seconds / layers
 

@@ -261,7 +261,7 @@ async def _rounds(gang: Gang, length: int, plan: Plan) -> dict[Variant, list[Job
 
 
 async def _run(gang: Gang, variant: Variant, tokens: np.ndarray, csa: CsaOptions) -> JobResult:
-    layers = gang.ranks[0].layers
+    layers = gang.client.descriptions[0].layers
     plan = variant.plan(gang.locations, layers=layers, options=csa)
     return await gang.prefill(tokens, strategy=variant.engine_strategy, csa=plan)
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from csps.protocols.messages import PrefillDone
-from csps.services.cluster import Bridge
+from csps.services.cluster import KvLink
 from csps.services.running import Running
 from csps.services.scheduling.policy import DecodePlacement, JobDecision
 
@@ -20,7 +20,7 @@ class Attempt:
 
     rid: int
     running: Running
-    bridge: Bridge
+    link: KvLink
     placement: DecodePlacement
     unlanded: dict[int, int]
     """Decode ranks whose share of the KV has not landed yet: tokens of the share."""
@@ -48,7 +48,7 @@ class Job:
 
     ticket: int
     decision: JobDecision
-    bridge: Bridge
+    link: KvLink
     attempts: list[Attempt]
     """In the order of the decision's members."""
     undone: dict[int, set[int]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Job:
     def launched(self) -> None:
         """The job was sent to every rank."""
         self.launched_at = time.monotonic()
-        gang = self.bridge.prefill
+        gang = self.link.prefill
         self.undone = {instance: set(gang.ranks_of(instance)) for instance in self.decision.group}
 
     def leave(self, attempt: Attempt) -> None:
@@ -76,13 +76,13 @@ class Job:
         return not ranks and self.undone.pop(instance, None) is not None
 
 
-def new_attempt(rid: int, running: Running, bridge: Bridge, placement: DecodePlacement) -> Attempt:
+def new_attempt(rid: int, running: Running, link: KvLink, placement: DecodePlacement) -> Attempt:
     """An attempt that has not asked anyone for anything yet."""
-    decode = bridge.decode
+    decode = link.decode
     return Attempt(
         rid=rid,
         running=running,
-        bridge=bridge,
+        link=link,
         placement=placement,
         unlanded={
             rank: share.span.length

@@ -1,4 +1,4 @@
-"""Both gangs and the bridge between them, as the directory names them and as long as they live."""
+"""Both gangs and the KV link between them, as the directory names them and as long as they live."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, GangLost
+from csps.protocols.gang_client import GangClient, together
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import ConnectBridge
 from csps.protocols.schema import pack
-from csps.services.attached_gang import AttachedGang, together
-from csps.services.directory import ClusterView, Directory, GangRole
+from csps.services.directory import ClusterView, Directory
 
 _log = logging.getLogger(__name__)
 _ROLES: tuple[GangRole, GangRole] = ("prefill", "decode")
@@ -27,7 +28,7 @@ class ClusterDeadlines:
 
     attach_s: float = 10.0
     """To connect to a rank, and again for it to accept this router."""
-    bridge_s: float = 60.0
+    link_s: float = 60.0
     """For all ranks of both gangs to form their common process group."""
     retry_s: float = 0.5
     """Pause after a failed attempt, unless the directory has news earlier."""
@@ -36,34 +37,44 @@ class ClusterDeadlines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bridge:
-    """A prefill and a decode gang that can exchange KV."""
+class KvLink:
+    """The KV-transfer connection from a prefill gang to a decode gang, while it stands."""
 
-    prefill: AttachedGang
-    decode: AttachedGang
+    prefill: GangClient
+    decode: GangClient
     epoch: str
-    """Names this pairing; KV of another one is refused by the ranks."""
+    """Names this connection; KV of another one is refused by the ranks."""
 
-    def gang(self, role: GangRole) -> AttachedGang:
+    def gang(self, role: GangRole) -> GangClient:
         """The gang of `role`."""
         return self.prefill if role == "prefill" else self.decode
 
 
 class ClusterListener(Protocol):
-    """Callbacks on the event loop."""
+    """Callbacks on the event loop, one for each fact.
 
-    def bridged(self, bridge: Bridge) -> None:
-        """The cluster is ready. A gang that was known before has kept what it holds."""
+    A gang is up before a link of it is, and its link is down before the gang is. A link may go
+    down and another one come up between the same two gangs, which keep all that they hold.
+    """
 
-    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+    def gang_up(self, gang: GangClient) -> None:
+        """Every rank of the gang is attached."""
+
+    def gang_down(self, gang: GangClient, reason: str) -> None:
         """The gang is gone with all it held; the other one lives on."""
 
-    def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
-        """A rank has told something."""
+    def link_up(self, link: KvLink) -> None:
+        """The two gangs can exchange KV."""
+
+    def link_down(self, link: KvLink, reason: str) -> None:
+        """They no longer can: KV that has not landed over this link never will."""
+
+    def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        """A rank of a gang that is up has sent a notification."""
 
 
 class Cluster:
-    """Follows the directory: attaches to gangs that appear and bridges them, over and over.
+    """Follows the directory: attaches to gangs that appear and links them, over and over.
 
     One task follows the directory, another works towards what it says. That one is started over
     whenever something changes, so an attempt to reach ranks that have vanished holds up nothing.
@@ -82,15 +93,15 @@ class Cluster:
         self._deadlines = deadlines or ClusterDeadlines()
         self._listener: ClusterListener | None = None
         self._view = ClusterView()
-        self._gangs: dict[GangRole, AttachedGang] = {}
+        self._gangs: dict[GangRole, GangClient] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._attachments = 0
         # Milliseconds since 1970: a router that was restarted must not reuse an epoch.
-        self._bridges = time.time_ns() // 1_000_000
-        self.bridge: Bridge | None = None
-        """The current pairing; None while the cluster is not ready."""
+        self._links = time.time_ns() // 1_000_000
+        self.link: KvLink | None = None
+        """The current one; None while the cluster is not ready."""
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
@@ -102,15 +113,15 @@ class Cluster:
         assert self._listener is None, "a cluster has one listener"
         self._listener = listener
 
-    def gang(self, role: GangRole) -> AttachedGang | None:
-        """The attached gang of `role`, bridged or not."""
+    def gang(self, role: GangRole) -> GangClient | None:
+        """The attached gang of `role`, linked or not."""
         return self._gangs.get(role)
 
     @property
     def phase(self) -> str:
         """What the cluster waits for, in words that tell a client nothing of its inside; empty
         when it is ready."""
-        if self.bridge is not None:
+        if self.link is not None:
             return ""
         return f"{self._awaited}: {UNUSABLE}" if self._misconfigured else self._awaited
 
@@ -120,7 +131,7 @@ class Cluster:
         return _waiting_for(missing) if missing else "connecting the gangs"
 
     async def start(self) -> None:
-        """Begin; `wait_ready` tells when both gangs are bridged."""
+        """Begin; `wait_ready` tells when both gangs are linked."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="follow the directory"),
             asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
@@ -135,15 +146,15 @@ class Cluster:
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
 
-    async def wait_ready(self, deadline_s: float) -> Bridge:
-        """Wait until both gangs are attached and bridged."""
+    async def wait_ready(self, deadline_s: float) -> KvLink:
+        """Wait until both gangs are attached and linked."""
         try:
             async with asyncio.timeout(deadline_s):
-                while self.bridge is None:
+                while self.link is None:
                     await self._ready.wait()
         except TimeoutError:
             raise DeadlineExceeded(f"cluster start ({self.trouble})", deadline_s) from None
-        return self.bridge
+        return self.link
 
     def reset(self, role: GangRole, reason: str) -> None:
         """Give up what the gang is doing: hang up, and attach to whoever is there then."""
@@ -202,7 +213,7 @@ class Cluster:
         for result in results:
             if result is not None:
                 raise result
-        await self._bridge_gangs()
+        await self._link_gangs()
 
     def _drop_replaced(self) -> None:
         for gang in list(self._gangs.values()):
@@ -216,7 +227,7 @@ class Cluster:
         members = self._view.gang(role)
         if role in self._gangs or members is None:
             return
-        gang = AttachedGang(role, members, self._notified)
+        gang = GangClient(role, members, self._notified)
         self._attachments += 1
         await gang.attach(
             secret=self._secret,
@@ -228,61 +239,67 @@ class Cluster:
         self._gangs[role] = gang
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
         _log.info("attached to %s gang %s (%d ranks)", role, gang.gang_id, gang.world_size)
+        if self._listener is not None:
+            self._listener.gang_up(gang)
 
-    def _notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
-        gang.last_heard = time.monotonic()
+    def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if self._listener is not None and self._gangs.get(gang.role) is gang:
             self._listener.notified(gang, rank, method, payload)
 
-    def _lose(self, gang: AttachedGang, reason: str) -> None:
+    def _lose(self, gang: GangClient, reason: str) -> None:
         if self._gangs.get(gang.role) is not gang:
             return
         del self._gangs[gang.role]
-        self.bridge = None
-        self.trouble = reason
-        self._ready.clear()
         gang.hang_up(reason)
+        self._unlink(reason)
+        self.trouble = reason
         _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
         if self._listener is not None:
-            self._listener.gang_lost(gang, reason)
+            self._listener.gang_down(gang, reason)
         self._changed.set()
 
-    # --- bridging ---
+    # --- linking ---
 
-    async def _bridge_gangs(self) -> None:
-        if self.bridge is not None:
+    async def _link_gangs(self) -> None:
+        if self.link is not None:
             return
         prefill, decode = self._gangs.get("prefill"), self._gangs.get("decode")
         if prefill is None or decode is None:
             self.trouble = self._awaited
             return
         _check_agree(prefill, decode)
-        self._bridges += 1
-        epoch = f"{prefill.gang_id}.{decode.gang_id}.{self._bridges}"
-        message = pack(_bridge_message(prefill, decode, epoch))
-        self.trouble = f"bridging gangs {prefill.gang_id} and {decode.gang_id}"
-        deadline_s = self._deadlines.bridge_s
+        self._links += 1
+        epoch = f"{prefill.gang_id}.{decode.gang_id}.{self._links}"
+        message = pack(_link_message(prefill, decode, epoch))
+        self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
+        deadline_s = self._deadlines.link_s
         await together(
             gang.call_all("connect_bridge", message, deadline_s=deadline_s)
             for gang in (prefill, decode)
         )
         if prefill.lost.done() or decode.lost.done():
-            raise GangLost("a gang was lost while it was bridged")
-        self._declare_ready(Bridge(prefill=prefill, decode=decode, epoch=epoch))
+            raise GangLost("a gang was lost while it was linked")
+        self._declare_ready(KvLink(prefill=prefill, decode=decode, epoch=epoch))
 
-    def _declare_ready(self, bridge: Bridge) -> None:
-        self.bridge, self.trouble, self._reported = bridge, "", ""
+    def _declare_ready(self, link: KvLink) -> None:
+        self.link, self.trouble, self._reported = link, "", ""
         self._ready.set()
-        _log.info("ready: epoch %s", bridge.epoch)
+        _log.info("ready: epoch %s", link.epoch)
         if self._listener is not None:
-            self._listener.bridged(bridge)
+            self._listener.link_up(link)
+
+    def _unlink(self, reason: str) -> None:
+        link, self.link = self.link, None
+        self._ready.clear()
+        if link is not None and self._listener is not None:
+            self._listener.link_down(link, reason)
 
 
 def _waiting_for(roles: Sequence[GangRole]) -> str:
     return f"waiting for a {' and a '.join(roles)} gang"
 
 
-def _check_agree(prefill: AttachedGang, decode: AttachedGang) -> None:
+def _check_agree(prefill: GangClient, decode: GangClient) -> None:
     """KV of one gang must mean the same to the other."""
     ours, theirs = prefill.descriptions[0], decode.descriptions[0]
     for name in ("model_fingerprint", "layers"):
@@ -293,7 +310,7 @@ def _check_agree(prefill: AttachedGang, decode: AttachedGang) -> None:
             )
 
 
-def _bridge_message(prefill: AttachedGang, decode: AttachedGang, epoch: str) -> ConnectBridge:
+def _link_message(prefill: GangClient, decode: GangClient, epoch: str) -> ConnectBridge:
     host = decode.descriptions[0]
     return ConnectBridge(
         epoch=epoch,

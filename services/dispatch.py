@@ -30,12 +30,12 @@ from csps.protocols.errors import (
     QueueFull,
     RequestError,
 )
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import FinishReason, PrefillDone, TokenDrawn
 from csps.protocols.plans import PlanRequest
 from csps.services.admission import Admission, QueueLimits
-from csps.services.attached_gang import AttachedGang
-from csps.services.cluster import Bridge, Cluster
-from csps.services.directory import GangRole
+from csps.services.cluster import Cluster, KvLink
 from csps.services.execution import Execution, ExecutionDeadlines
 from csps.services.observer import NoObserver, Observer
 from csps.services.planning import Planner, plan_or_exact, plan_request
@@ -109,7 +109,7 @@ class Dispatcher:
         self._watch: asyncio.Task[None] | None = None
         self._fault: Exception | None = None
         self.capacity: Capacity | None = None
-        """Of the gangs that were bridged last; None before the first time."""
+        """Of the gangs that were linked last; None before the first time."""
         cluster.listen(self)
 
     # --- the owner's side ---
@@ -143,7 +143,7 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """Both gangs are there. Requests are accepted all the same while they are not."""
-        return self._cluster.bridge is not None
+        return self._cluster.link is not None
 
     @property
     def trouble(self) -> str:
@@ -386,9 +386,12 @@ class Dispatcher:
 
     # --- the cluster (ClusterListener) ---
 
-    def bridged(self, bridge: Bridge) -> None:
-        self._execution.bridged(bridge)
-        prefill, decode = bridge.prefill, bridge.decode
+    def gang_up(self, gang: GangClient) -> None:
+        """Nothing can be started before the link is up."""
+
+    def link_up(self, link: KvLink) -> None:
+        self._execution.link_up(link)
+        prefill, decode = link.prefill, link.decode
         self.capacity = Capacity(
             prefill=prefill.capacities,
             decode=decode.capacities,
@@ -399,7 +402,7 @@ class Dispatcher:
         # What came before the gangs, or what has waited for gangs larger than these.
         for waiting in self._waiting.requests:
             self._refused(self._live[waiting.number])
-        self._observer.cluster_ready(bridge.epoch)
+        self._observer.cluster_ready(link.epoch)
         self.room_made()
 
     def _refused(self, running: Running) -> bool:
@@ -411,15 +414,20 @@ class Dispatcher:
             return True
         return False
 
-    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+    def link_down(self, link: KvLink, reason: str) -> None:
+        self._unready_since = time.monotonic()
+        if not (link.prefill.lost.done() or link.decode.lost.done()):
+            self._execution.link_down(link, reason)
+
+    def gang_down(self, gang: GangClient, reason: str) -> None:
         self._unready_since = time.monotonic()
         self._observer.gang_lost(gang.role, gang.gang_id)
         computed = [it for it in self._live.values() if it.state == "prefill"]
         if gang.role == "prefill" and len(computed) == 1:
             computed[0].lone_losses += 1
-        self._execution.gang_lost(gang, reason)
+        self._execution.gang_down(gang, reason)
 
-    def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
+    def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         self._execution.notified(rank, method, payload)
 
     # --- deadlines ---

@@ -16,8 +16,11 @@ from csps.protocols.errors import (
     DeadlineExceeded,
     GangLost,
     ProtocolError,
+    TransferError,
 )
 from csps.protocols.errors import from_wire as error_from_wire
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import (
     CancelRequest,
     JoinBatch,
@@ -30,10 +33,8 @@ from csps.protocols.messages import (
     Tokens,
 )
 from csps.protocols.schema import pack, unpack
-from csps.services.attached_gang import AttachedGang
 from csps.services.attempts import Attempt, Job, new_attempt
-from csps.services.cluster import Bridge
-from csps.services.directory import GangRole
+from csps.services.cluster import KvLink
 from csps.services.job_messages import csa_plan, prefill_messages, reserve_message
 from csps.services.running import Placement, Running
 from csps.services.scheduling.decode_load import DecodeLoad
@@ -91,8 +92,8 @@ class Execution:
 
     def __init__(self, listener: ExecutionListener, deadlines: ExecutionDeadlines) -> None:
         self._listener, self._deadlines = listener, deadlines
-        self._bridge: Bridge | None = None
-        self._gangs: dict[GangRole, AttachedGang] = {}
+        self._link: KvLink | None = None
+        self._gangs: dict[GangRole, GangClient] = {}
         self.prefill_load: PrefillLoad | None = None
         self.decode_load: DecodeLoad | None = None
         self._attempts: dict[int, Attempt] = {}
@@ -118,21 +119,29 @@ class Execution:
 
     # --- the pair of gangs ---
 
-    def bridged(self, bridge: Bridge) -> None:
+    def link_up(self, link: KvLink) -> None:
         """Both gangs are ready; one that was there before has kept what it holds."""
-        self._bridge = bridge
-        if self._gangs.get("prefill") is not bridge.prefill:
-            gang = self._gangs["prefill"] = bridge.prefill
+        self._link = link
+        if self._gangs.get("prefill") is not link.prefill:
+            gang = self._gangs["prefill"] = link.prefill
             self.prefill_load = PrefillLoad(gang.capacities, gang.locations)
-        if self._gangs.get("decode") is not bridge.decode:
-            gang = self._gangs["decode"] = bridge.decode
+        if self._gangs.get("decode") is not link.decode:
+            gang = self._gangs["decode"] = link.decode
             self.decode_load = DecodeLoad(gang.capacities, gang.locations)
 
-    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+    def link_down(self, link: KvLink, reason: str) -> None:
+        """Both gangs live: what decodes goes on, all else has no way to get there."""
+        self._link = None
+        error = TransferError(f"the KV-transfer connection broke: {reason}")
+        for attempt in list(self._serving.values()):
+            if attempt.joined_at is None:
+                self._fail(attempt, error)
+
+    def gang_down(self, gang: GangClient, reason: str) -> None:
         """Forget what the gang held; every attempt that still needs it has failed."""
-        self._bridge = None
+        self._link = None
         if self._gangs.get(gang.role) is not gang:
-            return  # it was never bridged
+            return  # it was never linked
         del self._gangs[gang.role]
         if gang.role == "prefill":
             self.prefill_load = None
@@ -144,7 +153,7 @@ class Execution:
         for attempt in list(self._attempts.values()):
             self._attempt_lost_gang(attempt, gang, error)
 
-    def _attempt_lost_gang(self, attempt: Attempt, gang: AttachedGang, error: GangLost) -> None:
+    def _attempt_lost_gang(self, attempt: Attempt, gang: GangClient, error: GangLost) -> None:
         if gang.role == "decode":
             attempt.unfreed.clear()
         needed = gang.role == "decode" or attempt.joined_at is None
@@ -153,8 +162,8 @@ class Execution:
         self._settle(attempt)
 
     def picture(self, waiting: tuple[WaitingRequest, ...]) -> ClusterState | None:
-        """What the policy decides on; None while the gangs are not bridged."""
-        if self._bridge is None or self.prefill_load is None or self.decode_load is None:
+        """What the policy decides on; None while the gangs are not linked."""
+        if self._link is None or self.prefill_load is None or self.decode_load is None:
             return None
         return ClusterState(
             waiting=waiting,
@@ -166,19 +175,19 @@ class Execution:
 
     def start(self, decision: JobDecision, members: Sequence[Running]) -> None:
         """Count the slots as taken, then reserve and launch in the background."""
-        assert self._bridge is not None, "decided without a bridge"
+        assert self._link is not None, "decided without a link"
         assert self.prefill_load is not None
         assert self.decode_load is not None
         ticket = next(self._tickets)
         self.prefill_load.start(ticket, decision)
         attempts = []
         for member, running in zip(decision.members, members, strict=True):
-            attempt = new_attempt(next(self._rids), running, self._bridge, member.placement)
+            attempt = new_attempt(next(self._rids), running, self._link, member.placement)
             self.decode_load.reserve(attempt.rid, member.placement)
             self._attempts[attempt.rid] = self._serving[running.number] = attempt
             running.placement = _shown(decision, attempt)
             attempts.append(attempt)
-        job = Job(ticket=ticket, decision=decision, bridge=self._bridge, attempts=attempts)
+        job = Job(ticket=ticket, decision=decision, link=self._link, attempts=attempts)
         self._in_background(self._reserve_and_launch(job))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -195,7 +204,7 @@ class Execution:
     async def _reserve_and_launch(self, job: Job) -> None:
         """A job is sent only when its KV has a place to go: ranks never wait for slots."""
         await asyncio.gather(*map(self._reserve, job.attempts))
-        if job.bridge.prefill.lost.done():
+        if job.link.prefill.lost.done():
             return
         assert self.prefill_load is not None
         if withdrawn := [attempt for attempt in job.attempts if attempt.over]:
@@ -207,7 +216,7 @@ class Execution:
             self._launch(job)
 
     async def _reserve(self, attempt: Attempt) -> None:
-        decode, message = attempt.bridge.decode, reserve_message(attempt)
+        decode, message = attempt.link.decode, reserve_message(attempt)
         answers = await asyncio.gather(
             *(
                 decode.call(rank, "reserve", message, deadline_s=self._deadlines.reserve_s)
@@ -232,7 +241,7 @@ class Execution:
         self._jobs[job_id] = job
         csa = csa_plan(job)
         for rank, message in enumerate(prefill_messages(job, job_id, csa)):
-            job.bridge.prefill.notify(rank, "prefill", message)
+            job.link.prefill.notify(rank, "prefill", message)
         job.launched()
         for attempt in job.attempts:
             attempt.launched = True
@@ -249,14 +258,14 @@ class Execution:
     def _withdraw(self, attempt: Attempt) -> None:
         self._over(attempt)
         if attempt.launched:
-            attempt.bridge.prefill.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
+            attempt.link.prefill.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
         if attempt.reserved:
             self._cancel_at_decode(attempt)
         self._settle(attempt)
 
     def _cancel_at_decode(self, attempt: Attempt) -> None:
         attempt.owed_since = attempt.owed_since or time.monotonic()
-        attempt.bridge.decode.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
+        attempt.link.decode.notify_all("cancel", pack(CancelRequest(rid=attempt.rid)))
 
     def _fail(self, attempt: Attempt, error: Exception) -> None:
         self._withdraw(attempt)
@@ -322,7 +331,7 @@ class Execution:
             return
         attempt.joined_at = attempt.owed_since = time.monotonic()
         message = JoinBatch(rid=attempt.rid, first_token=attempt.first_token)
-        attempt.bridge.decode.notify(0, "join", pack(message))
+        attempt.link.decode.notify(0, "join", pack(message))
         self._listener.handed_over(attempt.running)
 
     def _prefill_progress(self, rank: int, payload: Any) -> None:
@@ -330,7 +339,7 @@ class Execution:
         self._hear_prefill(rank)
 
     def _hear_prefill(self, rank: int) -> None:
-        """Also of a gang that is not bridged yet: it may still end a former router's jobs."""
+        """Also of a gang that is not linked yet: it may still end a former router's jobs."""
         if (gang := self._gangs.get("prefill")) is not None:
             self._prefill_heard[gang.instance_of(rank)] = time.monotonic()
 
@@ -341,7 +350,7 @@ class Execution:
             return
         self._hear_prefill(rank)
         job.figures.append(message)
-        instance = job.bridge.prefill.instance_of(rank)
+        instance = job.link.prefill.instance_of(rank)
         if job.rank_done(rank, instance):
             self.prefill_load.done(job.ticket, instance)
             self._listener.room_made()
@@ -365,7 +374,7 @@ class Execution:
     def _give_back(self, attempt: Attempt, rank: int) -> None:
         """A decode rank holds nothing of the attempt; its instance, once all its ranks say so."""
         attempt.unfreed.discard(rank)
-        decode = attempt.bridge.decode
+        decode = attempt.link.decode
         instance = decode.instance_of(rank)
         if attempt.unfreed.isdisjoint(decode.ranks_of(instance)) and self.decode_load is not None:
             self.decode_load.freed(attempt.rid, instance)

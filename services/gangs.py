@@ -18,9 +18,9 @@ from ray.serve.gang import GangContext
 from ray.serve.handle import DeploymentHandle
 
 from csps.protocols.errors import ConfigError
+from csps.protocols.gang_members import GangRole, RankAddress
 from csps.services import telemetry
 from csps.services.credentials import ClusterSecret
-from csps.services.directory import GangRole, RankAddress
 from csps.services.membership import Member
 from csps.services.node import labelled_location, listen_host
 from csps.services.registration import Registration

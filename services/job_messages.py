@@ -21,7 +21,7 @@ def reserve_message(attempt: Attempt) -> dict[str, Any]:
     return pack(
         Reserve(
             rid=attempt.rid,
-            epoch=attempt.bridge.epoch,
+            epoch=attempt.link.epoch,
             shares=attempt.placement.shares,
             master=attempt.placement.master,
             prompt_length=generation.prompt.size,
@@ -35,7 +35,7 @@ def reserve_message(attempt: Attempt) -> dict[str, Any]:
 
 def csa_plan(job: Job) -> CsaPlan | None:
     """The job's sparse attention, now that it is known where the job runs and how it is cut."""
-    gang, decision = job.bridge.prefill, job.decision
+    gang, decision = job.link.prefill, job.decision
     if decision.csa is None:
         return None
     return decision.csa.for_group(
@@ -47,7 +47,7 @@ def csa_plan(job: Job) -> CsaPlan | None:
 
 def prefill_messages(job: Job, job_id: int, csa: CsaPlan | None) -> list[dict[str, Any]]:
     """`prefill` for every rank of the gang, in rank order, each with its share of the tokens."""
-    gang, decision = job.bridge.prefill, job.decision
+    gang, decision = job.link.prefill, job.decision
     prompts = [attempt.running.generation.prompt for attempt in job.attempts]
     tokens = np.concatenate(prompts) if len(prompts) > 1 else prompts[0]
     common = PrefillJob(

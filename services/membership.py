@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from csps.services.directory import ClusterView, GangMembers, GangRole, RankAddress
+from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
+from csps.services.directory import ClusterView
 
 
 @dataclass(frozen=True, kw_only=True)

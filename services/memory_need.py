@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from csps.models.spec import ModelSpec, read_spec, share_of
-from csps.services.directory import GangRole
+from csps.protocols.gang_members import GangRole
 from csps.services.gangs import gang_section, resolve_device
 from csps.services.model_check import rank_parameters
 from csps.services.settings import Settings

@@ -9,8 +9,8 @@ from typing import Protocol, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from csps.protocols.errors import RequestError, TransferError
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import FinishReason
-from csps.services.directory import GangRole
 from csps.services.running import Running, Timings
 
 LATENCY_BUCKETS = (

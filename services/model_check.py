@@ -14,7 +14,7 @@ from csps.models.loading import count_parameters
 from csps.models.spec import read_spec
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.errors import ConfigError
-from csps.services.directory import GangRole
+from csps.protocols.gang_members import GangRole
 from csps.services.gangs import gang_section
 from csps.services.settings import Settings
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import FinishReason
-from csps.services.directory import GangRole
 from csps.services.running import Running
 
 
@@ -40,7 +40,7 @@ class Observer(Protocol):
         """A gang is gone with all it held."""
 
     def cluster_ready(self, epoch: str) -> None:
-        """Both gangs are attached and bridged."""
+        """Both gangs are attached and linked."""
 
 
 class NoObserver:

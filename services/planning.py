@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from csps.protocols.errors import RequestError
+from csps.protocols.gang_client import GangClient
 from csps.protocols.plans import Plan, PlanRequest
-from csps.services.attached_gang import AttachedGang
 from csps.services.running import Generation
 
 _log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ Planner = Callable[[PlanRequest], Awaitable[Plan]]
 other kind cost only the advice."""
 
 
-def plan_request(generation: Generation, prefill: AttachedGang | None) -> PlanRequest:
+def plan_request(generation: Generation, prefill: GangClient | None) -> PlanRequest:
     """What to ask the configurator; `prefill` is the gang that there is now."""
     return PlanRequest(
         prompt_tokens=generation.prompt.size,

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from csps.protocols import schema
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import (
-    Attach,
     CancelRequest,
     ConnectBridge,
     JoinBatch,
@@ -30,8 +31,6 @@ from csps.protocols.messages import (
     PrefillJob,
     PrefillPiece,
     PrefillProgress,
-    RankDescription,
-    RankStats,
     RequestFailed,
     Reserve,
     Role,
@@ -41,7 +40,6 @@ from csps.protocols.messages import (
     TokenDrawn,
     Tokens,
 )
-from csps.protocols.rpc_client import RpcClient
 
 SECRET = b"only for tests"
 START_S = 90.0
@@ -85,54 +83,18 @@ class GangPlan:
             "world_size": self.instances * self.tp,
             "tp": self.tp,
             "gang_id": self.gang_id,
+            "location": f"0-0-{rank}",
             "kv_slots": self.kv_slots,
         }
-
-
-@dataclass(eq=False)
-class Gang:
-    """An attached gang: a connection to each rank and what it said of itself."""
-
-    clients: list[RpcClient]
-    ranks: list[RankDescription]
-
-    @property
-    def tp(self) -> int:
-        """Ranks per instance."""
-        return self.ranks[0].tp
-
-    @property
-    def instances(self) -> int:
-        """Copies of the weights."""
-        return len(self.ranks) // self.tp
-
-    async def call_all(self, method: str, payload: Any = None) -> list[Any]:
-        """Ask every rank the same at once."""
-        return await asyncio.gather(
-            *(client.call(method, payload, deadline_s=START_S) for client in self.clients)
-        )
-
-    def notify_all(self, method: str, payload: Any) -> None:
-        """Tell every rank the same."""
-        for client in self.clients:
-            client.notify(method, payload)
-
-    async def stats(self) -> list[RankStats]:
-        """Of all ranks."""
-        return [schema.unpack(RankStats, answer) for answer in await self.call_all("stats")]
-
-    async def hang_up(self) -> None:
-        """Close all connections, as a router that ends does."""
-        for client in self.clients:
-            await client.close()
 
 
 class Cell:
     """What a router knows: its gangs, and what they have said."""
 
+    prefill: GangClient
+    decode: GangClient
+
     def __init__(self) -> None:
-        self.prefill = Gang([], [])
-        self.decode = Gang([], [])
         self.heard: dict[type[Any], list[Any]] = defaultdict(list)
         self.order: list[Any] = []
         """All notifications as they came, tokens one by one."""
@@ -143,36 +105,26 @@ class Cell:
 
     # --- gangs -----------------------------------------------------------------------------
 
-    async def attach(self, addresses: Sequence[tuple[str, int]]) -> Gang:
+    async def attach(self, members: GangMembers, role: GangRole) -> GangClient:
         """Take a gang over, under a router name of its own."""
-        router = f"router{next(_routers)}"
-        clients = [
-            await RpcClient.connect(
-                host,
-                port,
-                secret=SECRET,
-                name=router,
-                on_notification=lambda method, payload: self.notified(method, payload),
-                deadline_s=START_S,
-            )
-            for host, port in addresses
-        ]
-        gang = Gang(clients, [])
-        answers = await gang.call_all("attach", schema.pack(Attach(router_id=router)))
-        gang.ranks = [schema.unpack(RankDescription, answer) for answer in answers]
+        gang = GangClient(role, members, self._hear, deadline_s=START_S)
+        await gang.attach(secret=SECRET, router_id=f"router{next(_routers)}")
         return gang
 
+    def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        self.notified(method, payload)
+
     async def connect(self) -> None:
-        """Bridge the two gangs."""
+        """Link the two gangs."""
         self.epoch = f"epoch{next(_epochs)}"
-        first = self.decode.ranks[0]
+        first = self.decode.descriptions[0]
         message = schema.pack(
             ConnectBridge(
                 epoch=self.epoch,
                 store_host=first.store_host,
                 store_port=first.store_port,
-                prefill_ranks=len(self.prefill.ranks),
-                decode_ranks=len(self.decode.ranks),
+                prefill_ranks=self.prefill.world_size,
+                decode_ranks=self.decode.world_size,
                 prefill_tp=self.prefill.tp,
                 decode_tp=self.decode.tp,
             )
@@ -183,9 +135,9 @@ class Cell:
         )
 
     async def hang_up(self) -> None:
-        """Leave both gangs."""
-        await self.prefill.hang_up()
-        await self.decode.hang_up()
+        """Leave both gangs, as a router that ends does."""
+        await self.prefill.close()
+        await self.decode.close()
 
     # --- what ranks say --------------------------------------------------------------------
 
@@ -243,10 +195,10 @@ class Cell:
         if job.job_id == 0:
             job = replace(job, job_id=next(self._job_ids))
         self.jobs[job.job_id] = job
-        for rank, client in enumerate(self.prefill.clients):
+        for rank in range(self.prefill.world_size):
             if ranks is None or rank in ranks:
                 own = replace(job, tokens=self._share(job, tokens, rank // self.prefill.tp))
-                client.notify("prefill", schema.pack(own))
+                self.prefill.notify(rank, "prefill", schema.pack(own))
         return job.job_id
 
     def _share(self, job: PrefillJob, tokens: Prompt, instance: int) -> bytes:
@@ -270,7 +222,7 @@ class Cell:
             self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))
             return
         join = JoinBatch(rid=request.rid, first_token=self.tokens(request.rid)[0])
-        self.decode.clients[0].notify("join", schema.pack(join))
+        self.decode.notify(0, "join", schema.pack(join))
 
     def cancel(self, rid: int) -> None:
         """Withdraw a request everywhere."""
@@ -301,13 +253,21 @@ class Cell:
 
     def _freed_everywhere(self, rid: int) -> bool:
         return {it.rank for it in self.about(SlotsFreed, rid=rid)} == {
-            it.rank for it in self.decode.ranks
+            it.rank for it in self.decode.descriptions
         }
 
     async def used_slots(self) -> set[int]:
         """Numbers of slots in use on the ranks."""
         stats = await self.prefill.stats() + await self.decode.stats()
         return {it.kv_used for it in stats}
+
+
+def members_of(plan: GangPlan, addresses: Sequence[tuple[str, int]]) -> GangMembers:
+    """What a registry would say of a gang that has started."""
+    ranks = (
+        RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(addresses)
+    )
+    return GangMembers(gang_id=plan.gang_id, ranks=tuple(ranks))
 
 
 @dataclass(frozen=True, kw_only=True)

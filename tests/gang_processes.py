@@ -13,9 +13,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gang_cell import SECRET, Cell, Gang, GangPlan, in_threads
+from gang_cell import SECRET, Cell, GangPlan, in_threads, members_of
 
 from csps.actors.mesh import StoreAddress
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangMembers
 
 EXIT_S = 20.0
 
@@ -83,30 +85,34 @@ class ProcessGang:
     """One gang, every rank of it a process."""
 
     def __init__(self, plan: GangPlan) -> None:
-        self._plan = plan
-        self._members = [RankProcess(plan.rank_fields(0))]
+        self.plan = plan
+        self._ranks = [RankProcess(plan.rank_fields(0))]
 
-    async def start(self) -> list[tuple[str, int]]:
-        """Start the other ranks; returns the addresses of all."""
-        [store] = await in_threads([self._members[0].store])
-        for rank in range(1, self._plan.instances * self._plan.tp):
-            self._members.append(RankProcess(self._plan.rank_fields(rank), store))
-        return await in_threads([member.start for member in self._members])
+    async def start(self) -> GangMembers:
+        """Start the other ranks; returns where all answer."""
+        [store] = await in_threads([self._ranks[0].store])
+        for rank in range(1, self.plan.instances * self.plan.tp):
+            self._ranks.append(RankProcess(self.plan.rank_fields(rank), store))
+        addresses = await in_threads([rank.start for rank in self._ranks])
+        return members_of(self.plan, addresses)
 
     def close(self) -> None:
         """End all ranks."""
-        for member in self._members:
+        for member in self._ranks:
             member.close()
 
 
 @asynccontextmanager
-async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list[Gang]]]:
+async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list[GangClient]]]:
     """Gangs that start together, and the cell that is attached to them."""
     gangs = [ProcessGang(plan) for plan in plans]
     try:
-        addresses = await asyncio.gather(*(gang.start() for gang in gangs))
+        started = await asyncio.gather(*(gang.start() for gang in gangs))
         cell = Cell()
-        yield cell, [await cell.attach(ranks) for ranks in addresses]
+        attaching = (
+            cell.attach(members, plan.role) for members, plan in zip(started, plans, strict=True)
+        )
+        yield cell, await asyncio.gather(*attaching)
     finally:
         for gang in gangs:
             gang.close()

@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads
+from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads, members_of
 from gang_processes import RankProcess
 
 from csps.actors.mesh import host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.protocols.errors import FaultError
+from csps.protocols.gang_members import GangMembers
 
 POLL_S = 0.01
 
@@ -32,16 +33,18 @@ async def eventually(condition: Callable[[], bool]) -> None:
 class ThreadGang:
     """One gang, hosted here but for the ranks `in_processes`, of which rank 0 is none."""
 
+    members: GangMembers
+    """Known once it has started."""
+
     def __init__(self, plan: GangPlan, in_processes: Sequence[int] = ()) -> None:
         self.plan = plan
         self.hosted = host_store("127.0.0.1")
-        self.members: list[Rank | RankProcess] = [
+        self.hosts: list[Rank | RankProcess] = [
             RankProcess(plan.rank_fields(rank), self.hosted.address)
             if rank in in_processes
             else self._rank(rank)
             for rank in range(plan.instances * plan.tp)
         ]
-        self.addresses: list[tuple[str, int]] = []
 
     def _rank(self, rank: int) -> Rank:
         store = self.hosted.address if rank else self.hosted
@@ -50,21 +53,22 @@ class ThreadGang:
     @property
     def ranks(self) -> list[Rank]:
         """Those that are hosted here."""
-        return [member for member in self.members if isinstance(member, Rank)]
+        return [member for member in self.hosts if isinstance(member, Rank)]
 
     def process(self, rank: int) -> RankProcess:
         """A rank that is not."""
-        member = self.members[rank]
+        member = self.hosts[rank]
         assert isinstance(member, RankProcess)
         return member
 
     async def start(self) -> None:
         """Start all ranks."""
-        self.addresses = await in_threads([member.start for member in self.members])
+        addresses = await in_threads([member.start for member in self.hosts])
+        self.members = members_of(self.plan, addresses)
 
     async def close(self) -> None:
         """End all ranks."""
-        await in_threads([member.close for member in self.members])
+        await in_threads([member.close for member in self.hosts])
 
 
 class ThreadCell(Cell):
@@ -91,8 +95,9 @@ class ThreadCell(Cell):
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
-
+        prefill = [rank._prefill_loop for rank in self.prefill_gang.ranks]
         await eventually(lambda: not any(rank.engine.pool.used for rank in self.ranks))
+        await eventually(lambda: not any(loop.open_jobs for loop in prefill))
         self.check_idle()
 
 
@@ -131,8 +136,8 @@ async def thread_cell(
         thread_gang(decode_plan, decode_processes) as other,
     ):
         cell.prefill_gang, cell.decode_gang = one, other
-        cell.prefill = await cell.attach(one.addresses)
-        cell.decode = await cell.attach(other.addresses)
+        cell.prefill = await cell.attach(one.members, "prefill")
+        cell.decode = await cell.attach(other.members, "decode")
         await cell.connect()
         yield cell
         await cell.hang_up()

@@ -17,7 +17,7 @@ from live_server import serving
 from csps.protocols.plans import Plan, PlanRequest
 from csps.services.cluster import Cluster
 from csps.services.credentials import ApiKeys
-from csps.services.directory import ClusterView, GangMembers, RankAddress, StaticDirectory
+from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import Dispatcher
 from csps.services.http_app import Api
 from csps.services.intake import Intake
@@ -98,7 +98,7 @@ async def served(
 async def _dispatcher(
     prefill: ThreadGang, decode: ThreadGang, rules: SptRules, planner: Planner
 ) -> AsyncIterator[Dispatcher]:
-    view = ClusterView(prefill=_members(prefill), decode=_members(decode))
+    view = ClusterView(prefill=prefill.members, decode=decode.members)
     cluster = Cluster(StaticDirectory(view), secret=SECRET, router_id="test")
     policy = SptPolicy(rules, DecodeRules(spread_tokens=256))
     dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=planner)
@@ -108,14 +108,6 @@ async def _dispatcher(
         yield dispatcher
     finally:
         await dispatcher.close(0.0)
-
-
-def _members(gang: ThreadGang) -> GangMembers:
-    addresses = (
-        RankAddress(rank=rank, host=host, port=port)
-        for rank, (host, port) in enumerate(gang.addresses)
-    )
-    return GangMembers(gang_id=gang.plan.gang_id, ranks=tuple(addresses))
 
 
 async def _exact(request: PlanRequest) -> Plan:

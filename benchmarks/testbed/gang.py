@@ -22,18 +22,17 @@ import numpy as np
 
 from csps.protocols import schema
 from csps.protocols.csa import CsaPlan
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.protocols.messages import (
-    Attach,
     CancelRequest,
     PrefillDone,
     PrefillJob,
     PrefillPiece,
-    RankDescription,
     RequestFailed,
     Sampling,
     Tokens,
 )
-from csps.protocols.rpc_client import RpcClient
 from testbed.cpu_time import CpuTime
 from testbed.network import Testbed
 from testbed.traffic import Traffic
@@ -91,22 +90,27 @@ class JobResult:
 
 
 class Gang:
-    """Rank processes on both servers, and a connection to each."""
+    """Rank processes on both servers, and the client that commands them."""
 
     def __init__(self, bed: Testbed) -> None:
         self._bed = bed
         self.processes: list[subprocess.Popen[str]] = []
-        self.clients: list[RpcClient] = []
-        self.ranks: list[RankDescription] = []
         self._heard: dict[type, asyncio.Queue[Any]] = {
             kind: asyncio.Queue() for kind in _KINDS.values()
         }
         self._jobs = 0
+        self._client: GangClient | None = None
+
+    @property
+    def client(self) -> GangClient:
+        """Of the gang that has started."""
+        assert self._client is not None, "the gang has not started"
+        return self._client
 
     @property
     def locations(self) -> tuple[str, ...]:
         """Rack-Server-GPU ids in rank order."""
-        return tuple(rank.location for rank in self.ranks)
+        return self.client.locations
 
     # --- life ------------------------------------------------------------------------------
 
@@ -119,12 +123,13 @@ class Gang:
         store = (await _line(first))["store"]
         for config in configs[1:]:
             self._spawn({**config, "store": store}, options.spans_dir, secret)
-        for process in self.processes:
-            host, port = (await _line(process))["rpc"]
-            self.clients.append(await self._connect(host, port, secret))
-        attach = schema.pack(Attach(router_id="testbed"))
-        answers = [await c.call("attach", attach, deadline_s=START_S) for c in self.clients]
-        self.ranks = [schema.unpack(RankDescription, answer) for answer in answers]
+        found = [(await _line(process))["rpc"] for process in self.processes]
+        addresses = (
+            RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(found)
+        )
+        members = GangMembers(gang_id=configs[0]["gang_id"], ranks=tuple(addresses))
+        self._client = GangClient("prefill", members, self._hear, deadline_s=START_S)
+        await self._client.attach(secret=secret.encode(), router_id="testbed")
 
     def _spawn(
         self, config: dict[str, Any], spans_dir: Path | None, secret: str
@@ -140,20 +145,10 @@ class Gang:
         self.processes.append(process)
         return process
 
-    async def _connect(self, host: str, port: int, secret: str) -> RpcClient:
-        return await RpcClient.connect(
-            host,
-            port,
-            secret=secret.encode(),
-            name="testbed",
-            deadline_s=START_S,
-            on_notification=self._hear,
-        )
-
     async def close(self) -> None:
         """Close the connections and end the processes, which then have written their spans."""
-        for client in self.clients:
-            await client.close()
+        if self._client is not None:
+            await self._client.close()
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -171,7 +166,7 @@ class Gang:
             strategy, csa: as in `PrefillJob`.
         """
         self._jobs += 1
-        ranks = len(self.clients)
+        ranks = self.client.world_size
         job = PrefillJob(
             job_id=self._jobs,
             group=tuple(range(ranks)),
@@ -184,7 +179,7 @@ class Gang:
         return await self._measured(job, tokens.astype("<i4"))
 
     async def _measured(self, job: PrefillJob, tokens: np.ndarray) -> JobResult:
-        pids = [rank.pid for rank in self.ranks]
+        pids = [rank.pid for rank in self.client.descriptions]
         traffic, before = self._bed.traffic(), [CpuTime.of(pid) for pid in pids]
         begin = time.perf_counter()
         self._submit(job, tokens)
@@ -204,18 +199,17 @@ class Gang:
         )
 
     def _submit(self, job: PrefillJob, tokens: np.ndarray) -> None:
-        for member, client in enumerate(self.clients):
+        for member in range(self.client.world_size):
             share = tokens[job.bounds[member] : job.bounds[member + 1]].tobytes()
-            client.notify("prefill", schema.pack(replace(job, tokens=share)))
+            self.client.notify(member, "prefill", schema.pack(replace(job, tokens=share)))
 
     def _forget(self, job: PrefillJob) -> None:
         """Give back the KV slots of a job that has ended."""
-        for client in self.clients:
-            client.notify("cancel", schema.pack(CancelRequest(rid=job.pieces[0].rid)))
+        self.client.notify_all("cancel", schema.pack(CancelRequest(rid=job.pieces[0].rid)))
 
     # --- what the ranks say ----------------------------------------------------------------
 
-    def _hear(self, method: str, payload: Any) -> None:
+    def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if kind := _KINDS.get(method):
             self._heard[kind].put_nowait(schema.unpack(kind, payload))
 
@@ -223,7 +217,7 @@ class Gang:
         """The next message of a kind; JobFailedError if a rank gives up or is gone."""
         failure = asyncio.ensure_future(self._heard[RequestFailed].get())
         message = asyncio.ensure_future(self._heard[kind].get())
-        waited_for = [message, failure, *(client.closed for client in self.clients)]
+        waited_for = [message, failure, self.client.lost]
         try:
             await asyncio.wait(waited_for, timeout=JOB_S, return_when=asyncio.FIRST_COMPLETED)
             if message.done():

@@ -55,8 +55,8 @@ async def successor(cell: ThreadCell) -> ThreadCell:
     other = ThreadCell()
     other.prefill_gang, other.decode_gang = cell.prefill_gang, cell.decode_gang
     other._job_ids = cell._job_ids
-    other.prefill = await other.attach(cell.prefill_gang.addresses)
-    other.decode = await other.attach(cell.decode_gang.addresses)
+    other.prefill = await other.attach(cell.prefill_gang.members, "prefill")
+    other.decode = await other.attach(cell.decode_gang.members, "decode")
     await other.connect()
     return other
 
@@ -106,13 +106,13 @@ async def test_a_router_that_is_replaced_leaves_nothing_behind(tiny_llama: Path)
         await cell.idle()
         with pytest.raises(ProtocolError, match="no longer, attached"):
             await cell.reserve(request(50))
-        for client, method, message in (
-            (cell.prefill.clients[0], "prefill", job(request(51))),
-            (cell.prefill.clients[0], "cancel", CancelRequest(rid=99)),
-            (cell.decode.clients[0], "join", JoinBatch(rid=51, first_token=1)),
+        for gang, method, message in (
+            (cell.prefill, "prefill", job(request(51))),
+            (cell.prefill, "cancel", CancelRequest(rid=99)),
+            (cell.decode, "join", JoinBatch(rid=51, first_token=1)),
         ):
             with pytest.raises(ProtocolError, match="attached"):
-                await client.call(method, pack(message), deadline_s=ANSWER_S)
+                await gang.call(0, method, pack(message))
         await check_serves(other, tiny_llama, rid=100)
         cell.check_idle()
         await other.hang_up()
@@ -133,12 +133,12 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
 
 async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
-        host, port = cell.prefill_gang.addresses[0]
+        address = cell.prefill_gang.members.ranks[0]
         onlooker = await RpcClient.connect(
-            host, port, secret=SECRET, name="onlooker", deadline_s=ANSWER_S
+            address.host, address.port, secret=SECRET, name="onlooker", deadline_s=ANSWER_S
         )
         answer = await onlooker.call("describe", None, deadline_s=ANSWER_S)
-        assert unpack(RankDescription, answer) == cell.prefill.ranks[0]
+        assert unpack(RankDescription, answer) == cell.prefill.descriptions[0]
         answer = await onlooker.call("stats", None, deadline_s=ANSWER_S)
         assert unpack(RankStats, answer).kv_slots == 16384
         with pytest.raises(ProtocolError, match="attached"):
@@ -165,7 +165,7 @@ async def test_a_job_that_reached_only_some_breaks_the_gang(
         with pytest.raises(FaultError, match="former router"):
             waiting.check_health()
         with pytest.raises(FaultError, match="is broken"):
-            await Cell().attach([cell.prefill_gang.addresses[0]])
+            await Cell().attach(cell.prefill_gang.members, "prefill")
         assert not is_broken(innocent)  # Serve replaces the gang for its peer's sake
         for rank in cell.decode_gang.ranks:
             rank.check_health()

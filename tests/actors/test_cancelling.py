@@ -256,7 +256,7 @@ async def test_a_join_that_comes_after_its_cancellation(tiny_llama: Path) -> Non
         cell.submit(job(victim), victim.prompt)
         await cell.told(2, KvLanded, rid=VICTIM)
         cell.cancel(VICTIM)
-        cell.decode.clients[0].notify("join", pack(JoinBatch(rid=VICTIM, first_token=1)))
+        cell.decode.notify(0, "join", pack(JoinBatch(rid=VICTIM, first_token=1)))
         await check_goes_on(cell, tiny_llama)
 
 

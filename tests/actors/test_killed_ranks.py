@@ -6,7 +6,17 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from gang_cell import GREEDY, Cell, GangPlan, Request, even_shares, in_threads, job_of, prompt_of
+from gang_cell import (
+    GREEDY,
+    Cell,
+    GangPlan,
+    Request,
+    even_shares,
+    in_threads,
+    job_of,
+    members_of,
+    prompt_of,
+)
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
@@ -60,13 +70,13 @@ async def test_a_prefill_rank_is_killed_before_or_in_the_middle_of_a_job(
         orders.go_on.set()
         survivor = cell.prefill_gang.ranks[0]
         await eventually(lambda: is_broken(survivor))
-        await cell.prefill.clients[0].closed  # it has hung up by itself
+        await cell.prefill.lost
         drawn = len(cell.tokens(1))
         await cell.until(lambda: len(cell.tokens(1)) > drawn + 5)  # decode does not care
 
         plan = GangPlan(model_dir=str(tiny_llama), role="prefill", instances=2)
         cell.prefill_gang = await later.enter_async_context(thread_gang(plan))
-        cell.prefill = await cell.attach(cell.prefill_gang.addresses)
+        cell.prefill = await cell.attach(cell.prefill_gang.members, "prefill")
         await cell.connect()
         cell.cancel(2)
         await cell.freed(2)
@@ -110,7 +120,7 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
 
         plan = GangPlan(model_dir=str(tiny_llama), role="decode", instances=2)
         cell.decode_gang = await later.enter_async_context(thread_gang(plan))
-        cell.decode = await cell.attach(cell.decode_gang.addresses)
+        cell.decode = await cell.attach(cell.decode_gang.members, "decode")
         await cell.connect()
         await check_serves(cell, tiny_llama, rid=4)
         cell.check_idle()
@@ -124,7 +134,8 @@ async def test_processes_end_when_they_are_asked_to(tiny_llama: Path) -> None:
         [store] = await in_threads([members[0].store])
         members.append(RankProcess(plan.rank_fields(1), store))
         cell = Cell()
-        cell.prefill = await cell.attach(await in_threads([it.start for it in members]))
+        addresses = await in_threads([member.start for member in members])
+        cell.prefill = await cell.attach(members_of(plan, addresses), "prefill")
         it = request(1)
         cell.submit(job(it), it.prompt, ranks=[0])
         await cell.prefill.stats()

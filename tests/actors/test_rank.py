@@ -89,8 +89,7 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
         with pytest.raises(FaultError, match="a mistake of ours"):
             patient.check_health()
-        for client in (cell.prefill if role == "prefill" else cell.decode).clients:
-            await client.closed
+        await (cell.prefill if role == "prefill" else cell.decode).lost
         for rank in other.ranks:
             rank.check_health()
 
@@ -141,10 +140,10 @@ async def test_a_rank_refuses_what_its_role_does_not_do(tiny_llama: Path) -> Non
         it = Request(rid=1, prompt=prompt_of(10), shares=even_shares(10, [0]))
         job = replace(job_of([it.piece()], [0]), job_id=1)
         with pytest.raises(ProtocolError, match="runs no prefill jobs"):
-            await cell.decode.clients[0].call("prefill", pack(job), deadline_s=ANSWER_S)
+            await cell.decode.call(0, "prefill", pack(job))
         join = JoinBatch(rid=1, first_token=0)
         with pytest.raises(ProtocolError, match="decodes nothing"):
-            await cell.prefill.clients[0].call("join", pack(join), deadline_s=ANSWER_S)
+            await cell.prefill.call(0, "join", pack(join))
 
 
 async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> None:
@@ -155,8 +154,8 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
     ]
     async with thread_gang(plans[0]) as prefill, thread_gang(plans[1]) as elastic:
         cell, beside = Cell(), Cell()
-        cell.prefill = await cell.attach(prefill.addresses)
-        cell.decode = await cell.attach(elastic.addresses)
+        cell.prefill = await cell.attach(prefill.members, "prefill")
+        cell.decode = await cell.attach(elastic.members, "decode")
         await cell.connect()
         long = Request(
             rid=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_cell import ANSWER_S, GREEDY, Cell, Request, even_shares, job_of, prompt_of
+from gang_cell import GREEDY, Cell, Request, even_shares, job_of, prompt_of
 from gang_processes import process_cell
 from greedy_reference import greedy_tokens
 
@@ -55,9 +55,9 @@ async def test_a_job_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> No
 
 async def check_asked(cell: Cell, job: PrefillJob, what: str) -> None:
     """A call has an error for its answer."""
-    for client in cell.prefill.clients:
+    for rank in range(cell.prefill.world_size):
         with pytest.raises(ConfigError) as refused:
-            await client.call("prefill", pack(job), deadline_s=ANSWER_S)
+            await cell.prefill.call(rank, "prefill", pack(job))
         assert what in str(refused.value)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from csps.protocols.errors import FaultError
+from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
@@ -36,13 +37,7 @@ from csps.protocols.plans import Plan, PlanRequest
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.schema import pack, unpack
 from csps.services.cluster import Cluster, ClusterDeadlines
-from csps.services.directory import (
-    ClusterView,
-    GangMembers,
-    GangRole,
-    RankAddress,
-    StaticDirectory,
-)
+from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import DispatchDeadlines, Dispatcher
 from csps.services.running import Generation, Running
 from csps.services.scheduling.decode_placement import DecodeRules

@@ -1,4 +1,4 @@
-"""Attaching, bridging, losing and finding gangs again, over real RPC."""
+"""Attaching, linking, losing and finding gangs again, over real RPC."""
 
 from __future__ import annotations
 
@@ -13,32 +13,38 @@ import pytest
 from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
 
 from csps.protocols.errors import DeadlineExceeded
-from csps.services.attached_gang import AttachedGang
-from csps.services.cluster import UNUSABLE, Bridge, Cluster, ClusterDeadlines
-from csps.services.directory import (
-    ClusterView,
-    Directory,
-    GangMembers,
-    RankAddress,
-    StaticDirectory,
-)
+from csps.protocols.gang_client import GangClient
+from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.cluster import UNUSABLE, Cluster, ClusterDeadlines, KvLink
+from csps.services.directory import ClusterView, Directory, StaticDirectory
 
 
 @dataclass
 class Log:
     """A listener that remembers."""
 
-    bridges: list[Bridge] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+    """What came up and went down, in order."""
+    links: list[KvLink] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     told: list[tuple[str, int, str]] = field(default_factory=list)
 
-    def bridged(self, bridge: Bridge) -> None:
-        self.bridges.append(bridge)
+    def gang_up(self, gang: GangClient) -> None:
+        self.facts.append(f"{gang.gang_id} up")
 
-    def gang_lost(self, gang: AttachedGang, reason: str) -> None:
+    def gang_down(self, gang: GangClient, reason: str) -> None:
+        self.facts.append(f"{gang.gang_id} down")
         self.lost.append((gang.gang_id, reason))
 
-    def notified(self, gang: AttachedGang, rank: int, method: str, payload: Any) -> None:
+    def link_up(self, link: KvLink) -> None:
+        self.facts.append("link up")
+        self.links.append(link)
+
+    def link_down(self, link: KvLink, reason: str) -> None:
+        self.facts.append("link down")
+        assert link is self.links[-1]
+
+    def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         self.told.append((gang.gang_id, rank, method))
 
 
@@ -76,21 +82,21 @@ def vanished(gang_id: str, ranks: int = 2) -> GangMembers:
     return GangMembers(gang_id=gang_id, ranks=tuple(addresses))
 
 
-async def test_both_gangs_are_attached_and_bridged() -> None:
+async def test_both_gangs_are_attached_and_linked() -> None:
     prefill = FakeGang("prefill", "p1", instances=2, tp=2)
     decode = FakeGang("decode", "d1", instances=3)
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
-        bridge = await cluster.wait_ready(PATIENCE_S)
-        assert log.bridges == [bridge]
-        assert bridge.epoch.startswith("p1.d1.")
-        assert bridge.prefill.instances == 2
-        assert bridge.prefill.ranks_of(1) == range(2, 4)
-        assert bridge.prefill.capacities == (10_000, 10_000)
-        assert bridge.prefill.locations == ("0-0-0", "0-0-2")
+        link = await cluster.wait_ready(PATIENCE_S)
+        assert log.links == [link]
+        assert link.epoch.startswith("p1.d1.")
+        assert link.prefill.instances == 2
+        assert link.prefill.ranks_of(1) == range(2, 4)
+        assert link.prefill.capacities == (10_000, 10_000)
+        assert link.prefill.locations == ("0-0-0", "0-0-2")
         for rank in prefill.ranks + decode.ranks:
             (message,) = rank.bridges
-            assert message.epoch == bridge.epoch
+            assert message.epoch == link.epoch
             assert (message.prefill_ranks, message.decode_ranks) == (4, 3)
             assert (message.prefill_tp, message.decode_tp) == (2, 1)
             assert len(rank.attached) == 1
@@ -108,29 +114,31 @@ async def test_gangs_may_come_one_after_the_other() -> None:
         await cluster.wait_ready(PATIENCE_S)
 
 
-async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_bridged_with_the_survivor() -> (
+async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_the_survivor() -> (
     None
 ):
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("prefill", "p2")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, second) as (cluster, log):
-        first_bridge = await cluster.wait_ready(PATIENCE_S)
+        first_link = await cluster.wait_ready(PATIENCE_S)
         await prefill.kill(1)
         await until(lambda: log.lost)
         assert log.lost[0][0] == "p1"
         assert "rank 1 of prefill gang p1" in log.lost[0][1]
-        assert cluster.bridge is None
+        assert cluster.link is None
         await until(lambda: prefill.ranks[0].router.closed.done())  # the rest is hung up on
         directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
-        bridge = await cluster.wait_ready(PATIENCE_S)
-        assert bridge.decode is first_bridge.decode
+        link = await cluster.wait_ready(PATIENCE_S)
+        assert link.decode is first_link.decode
         assert len(decode.leader.attached) == 1
         assert [message.epoch for message in decode.leader.bridges] == [
-            first_bridge.epoch,
-            bridge.epoch,
+            first_link.epoch,
+            link.epoch,
         ]
-        assert bridge.epoch != first_bridge.epoch
+        assert link.epoch != first_link.epoch
+        assert set(log.facts[:2]) == {"p1 up", "d1 up"}
+        assert log.facts[2:] == ["link up", "link down", "p1 down", "p2 up", "link up"]
 
 
 async def test_a_gang_that_the_directory_replaces_is_left() -> None:
@@ -140,7 +148,7 @@ async def test_a_gang_that_the_directory_replaces_is_left() -> None:
     async with following(directory, prefill, decode, second) as (cluster, log):
         await cluster.wait_ready(PATIENCE_S)
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
-        await until(lambda: len(log.bridges) == 2)
+        await until(lambda: len(log.links) == 2)
         assert log.lost == [("d1", "gang d1 was replaced by d2")]
 
 
@@ -171,11 +179,11 @@ async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
         silent.close()
 
 
-async def test_a_bridge_that_does_not_stand_in_time_is_tried_again_under_a_new_epoch() -> None:
+async def test_a_link_that_does_not_stand_in_time_is_tried_again_under_a_new_epoch() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     prefill.may_bridge.clear()
     directory = StaticDirectory(await view_of(prefill, decode))
-    async with following(directory, prefill, decode, bridge_s=0.05) as (cluster, _):
+    async with following(directory, prefill, decode, link_s=0.05) as (cluster, _):
         await until(lambda: len(decode.leader.bridges) == 2)
         prefill.may_bridge.set()
         await cluster.wait_ready(PATIENCE_S)
@@ -183,7 +191,7 @@ async def test_a_bridge_that_does_not_stand_in_time_is_tried_again_under_a_new_e
         assert len(set(epochs)) == len(epochs)
 
 
-async def test_a_gang_lost_while_it_is_bridged_ends_the_attempt() -> None:
+async def test_a_gang_lost_while_it_is_linked_ends_the_attempt() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("decode", "d2")
     prefill.may_bridge.clear()
@@ -194,8 +202,8 @@ async def test_a_gang_lost_while_it_is_bridged_ends_the_attempt() -> None:
         await until(lambda: log.lost)
         prefill.may_bridge.set()
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
-        bridge = await cluster.wait_ready(PATIENCE_S)
-        assert bridge.decode.gang_id == "d2"
+        link = await cluster.wait_ready(PATIENCE_S)
+        assert link.decode.gang_id == "d2"
 
 
 @pytest.mark.parametrize(
@@ -206,14 +214,14 @@ async def test_a_gang_lost_while_it_is_bridged_ends_the_attempt() -> None:
         ({"world_size": 4}, "expected"),
     ],
 )
-async def test_gangs_that_do_not_agree_are_not_bridged(change: dict[str, Any], reason: str) -> None:
+async def test_gangs_that_do_not_agree_are_not_linked(change: dict[str, Any], reason: str) -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     view = await view_of(prefill, decode)
     for name, value in change.items():
         setattr(prefill, name, value)
     async with following(StaticDirectory(view), prefill, decode) as (cluster, _):
         await until(lambda: reason in cluster.trouble)
-        assert cluster.bridge is None
+        assert cluster.link is None
         assert cluster.phase.endswith(f": {UNUSABLE}")
 
 
@@ -235,7 +243,7 @@ async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
     async with following(directory, prefill, decode) as (cluster, log):
         await until(lambda: reason in cluster.trouble)
         assert cluster.gang("prefill") is None
-        assert not log.bridges
+        assert not log.links
         assert cluster.phase == f"waiting for a prefill gang: {UNUSABLE}"
 
 

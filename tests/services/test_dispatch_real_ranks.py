@@ -20,16 +20,11 @@ from tiny_checkpoints import reference_tokens
 from csps.configurator.rules import RuleConfigurator
 from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import GangLost
+from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import Sampling
 from csps.protocols.plans import CsaOptions, Plan, PlanRequest
 from csps.services.cluster import Cluster
-from csps.services.directory import (
-    ClusterView,
-    GangMembers,
-    GangRole,
-    RankAddress,
-    StaticDirectory,
-)
+from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import Dispatcher
 from csps.services.running import Generation, Running
 from csps.services.scheduling.decode_placement import DecodeRules

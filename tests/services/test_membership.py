@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from csps.services.directory import GangRole, RankAddress
+from csps.protocols.gang_members import GangRole, RankAddress
 from csps.services.membership import Member, Membership
 
 

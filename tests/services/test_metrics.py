@@ -6,8 +6,8 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.errors import GangLost, QueueFull, TransferError
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Sampling
-from csps.services.directory import GangRole
 from csps.services.metrics import Metrics
 from csps.services.running import Generation, Running
 

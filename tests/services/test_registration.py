@@ -11,7 +11,7 @@ import pytest
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from csps.protocols.errors import FaultError
-from csps.services.directory import RankAddress
+from csps.protocols.gang_members import RankAddress
 from csps.services.membership import Member
 from csps.services.registration import Join, Registration
 

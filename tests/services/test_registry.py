@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from csps.protocols.gang_members import RankAddress
 from csps.services import registry as module
-from csps.services.directory import RankAddress
 from csps.services.membership import Member
 from csps.services.registry import Registry
 

@@ -1,57 +1,78 @@
-"""The router's connections to all ranks of one gang."""
+"""Connections to all ranks of one gang: what routers, tests and benchmarks command it by."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from csps.protocols.errors import ConfigError, ConnectionLost
-from csps.protocols.messages import Attach, RankDescription
+from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
+from csps.protocols.messages import Attach, RankDescription, RankStats
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.schema import pack, unpack
 from csps.protocols.topology import Topology
-from csps.services.directory import GangMembers, GangRole, RankAddress
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OnNotification = Callable[["AttachedGang", int, str, Any], None]
+OnNotification = Callable[["GangClient", int, str, Any], None]
 """Called with gang, rank, method and payload, on the event loop."""
 
 
-class AttachedGang:
-    """A gang whose every rank answers to this router.
+class GangClient:
+    """A gang whose every rank answers to this process.
 
     It lives as long as all of its connections: when one closes, `lost` resolves and the gang is
-    hung up on; ranks then drop whatever they did for this router.
+    hung up on; ranks then drop whatever they did for this client.
     """
 
-    def __init__(self, role: GangRole, members: GangMembers, on_notification: OnNotification):
+    def __init__(
+        self,
+        role: GangRole,
+        members: GangMembers,
+        on_notification: OnNotification,
+        *,
+        deadline_s: float = 10.0,
+    ) -> None:
+        """Connect to nobody yet.
+
+        Args:
+            role: what the gang is used for; its ranks must be of this role, or elastic.
+            members: where its ranks are, and what they must call their gang.
+            on_notification: told whatever a rank tells.
+            deadline_s: for calls that name no deadline of their own.
+        """
         self.role = role
         self.gang_id = members.gang_id
         self._members = members
         self._on_notification = on_notification
+        self._deadline_s = deadline_s
         self._clients: dict[int, RpcClient] = {}
         self.descriptions: tuple[RankDescription, ...] = ()
+        """What the ranks say of themselves, in rank order; empty before `attach`."""
         self.last_heard = 0.0
-        """`time.monotonic()` of the last notification; the owner of the callback keeps it."""
+        """`time.monotonic()` of the last notification."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves to the reason."""
 
     # --- attaching ---
 
-    async def attach(self, *, secret: bytes, router_id: str, deadline_s: float) -> None:
+    async def attach(
+        self, *, secret: bytes, router_id: str, deadline_s: float | None = None
+    ) -> None:
         """Connect to every rank and take it over; all or none.
 
-        Raises
-        ------
-        FaultError
-            A rank cannot be reached in time, or refuses.
-        ConfigError
-            The ranks do not describe one gang, or do not stand where its ranks may.
+        Args:
+            deadline_s: to connect to a rank, and again for it to answer.
+
+        Raises:
+            FaultError: a rank cannot be reached in time, or refuses.
+            ConfigError: the ranks do not describe one gang, or do not stand where its ranks may.
         """
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         try:
             await together(
                 self._connect(address, secret, router_id, deadline_s)
@@ -75,12 +96,14 @@ class AttachedGang:
             secret=secret,
             name=router_id,
             deadline_s=deadline_s,
-            on_notification=lambda method, payload: self._on_notification(
-                self, rank, method, payload
-            ),
+            on_notification=lambda method, payload: self._notified(rank, method, payload),
         )
         self._clients[rank] = client
         client.closed.add_done_callback(lambda closed: self._closed(rank, closed.result()))
+
+    def _notified(self, rank: int, method: str, payload: Any) -> None:
+        self.last_heard = time.monotonic()
+        self._on_notification(self, rank, method, payload)
 
     def _closed(self, rank: int, reason: ConnectionLost) -> None:
         self.hang_up(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
@@ -112,6 +135,12 @@ class AttachedGang:
             client.end(ConnectionLost(reason))
         if not self.lost.done():
             self.lost.set_result(reason)
+
+    async def close(self) -> None:
+        """Hang up, and wait until every connection is closed."""
+        self.hang_up("closed by this side")
+        for client in self._clients.values():
+            await client.close()
 
     # --- facts ---
 
@@ -153,25 +182,38 @@ class AttachedGang:
 
     # --- talking ---
 
-    async def call(self, rank: int, method: str, payload: Any, *, deadline_s: float) -> Any:
+    async def call(
+        self, rank: int, method: str, payload: Any = None, *, deadline_s: float | None = None
+    ) -> Any:
         """Ask one rank."""
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         return await self._clients[rank].call(method, payload, deadline_s=deadline_s)
 
-    async def call_all(self, method: str, payload: Any, *, deadline_s: float) -> list[Any]:
+    async def call_all(
+        self, method: str, payload: Any = None, *, deadline_s: float | None = None
+    ) -> list[Any]:
         """Ask every rank the same at once; answers in rank order, or the first error."""
         return await together(
             self.call(rank, method, payload, deadline_s=deadline_s)
             for rank in range(self.world_size)
         )
 
-    def notify(self, rank: int, method: str, payload: Any) -> None:
+    async def describe(self) -> list[RankDescription]:
+        """What the ranks say of themselves now."""
+        return [unpack(RankDescription, answer) for answer in await self.call_all("describe")]
+
+    async def stats(self) -> list[RankStats]:
+        """What the ranks hold and do now."""
+        return [unpack(RankStats, answer) for answer in await self.call_all("stats")]
+
+    def notify(self, rank: int, method: str, payload: Any = None) -> None:
         """Tell one rank; nothing if the gang is lost, because everyone is about to be told."""
         try:
             self._clients[rank].notify(method, payload)
         except ConnectionLost as exc:
             _log.debug("%s not sent: %s", method, exc)
 
-    def notify_all(self, method: str, payload: Any) -> None:
+    def notify_all(self, method: str, payload: Any = None) -> None:
         """Tell every rank the same."""
         for rank in range(self.world_size):
             self.notify(rank, method, payload)
