@@ -302,7 +302,7 @@ async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:
     async with following(directory, prefill, decode) as (cluster, log):
         await cluster.wait_ready(PATIENCE_S)
         prefill.draw(1, 0)
-        await until(lambda: log.told == [("p1", 1, "token")])
+        await until(lambda: log.told == [("p1", 1, "tokens")])
         prefill.draw(1, 1)
         cluster.reset("prefill", "now")
         await turns()
