@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from csps.actors.landing import Reservation
 from csps.actors.mesh import PEER_DEADLINE, Tag
 from csps.actors.name_digest import name_digest
 from csps.actors.orders import Change, Order, OrderChannel
+from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.sampling import Draw, TokenSampler, draw_batch
 from csps.actors.strategies.group import shares_of
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
@@ -60,7 +60,7 @@ class _Decoding:
     token: int
     """To be embedded next."""
     sampler: TokenSampler | None
-    index: int = 1
+    index: int
     """Number of the answer's token that the next iteration draws."""
 
     @property
@@ -74,7 +74,8 @@ class _Decoding:
     @property
     def position(self) -> int:
         """Of the token to be embedded."""
-        return self.reservation.request.prompt_length + self.index - 1
+        request = self.reservation.request
+        return request.prompt_length - drawn_before(request.drawn) + self.index - 1
 
 
 class DecodeLoop:
@@ -134,7 +135,8 @@ class DecodeLoop:
         if request.master != self._engine.instance:
             return []
         start = request.prompt_length
-        return [Span(start=start, stop=start + max(0, request.sampling.max_tokens - 1))]
+        to_come = request.sampling.max_tokens - drawn_before(request.drawn)
+        return [Span(start=start, stop=start + max(0, to_come - 1))]
 
     def find(self, rid: int) -> Reservation | None:
         """The reservation that arriving KV belongs to."""
@@ -230,7 +232,8 @@ class DecodeLoop:
             sampler = self._sampler(reservation.request)
             sampler.observe(order.token)
         reservation.joined(self._engine.rank)
-        self._batch.append(_Decoding(reservation, order.token, sampler))
+        index = drawn_before(reservation.request.drawn) + 1
+        self._batch.append(_Decoding(reservation, order.token, sampler, index))
 
     def _end_owner(self, number: int) -> None:
         with self._changed:
@@ -241,8 +244,7 @@ class DecodeLoop:
                 self._leave(rid)
 
     def _sampler(self, request: Reserve) -> TokenSampler:
-        prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").tolist()
-        return TokenSampler(request.sampling, self._engine.spec.vocab, prompt)
+        return sampler_of(request, self._engine.spec.vocab)
 
     def _leave(self, rid: int) -> None:
         self._batch = [decoding for decoding in self._batch if decoding.rid != rid]

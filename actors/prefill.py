@@ -38,7 +38,7 @@ from csps.actors.outbox import Outbox
 from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
 from csps.actors.progress_report import ProgressReport
 from csps.actors.request_book import RequestBook
-from csps.actors.sampling import TokenSampler
+from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
@@ -325,10 +325,10 @@ class PrefillLoop:
     def _draw(self, pieces: Sequence[PrefillPiece], logits_tv: Tensor) -> None:
         drawn: list[TokenDrawn] = []
         for piece, logits_v in zip(pieces, logits_tv, strict=True):
-            prompt = np.frombuffer(piece.prompt_tokens, dtype="<i4").tolist()
+            index = drawn_before(piece.drawn)
             try:
-                sampler = TokenSampler(piece.sampling, self._engine.spec.vocab, prompt)
-                drawn.append(token_drawn(piece.rid, 0, sampler.draw(logits_v, 0)))
+                sampler = sampler_of(piece, self._engine.spec.vocab)
+                drawn.append(token_drawn(piece.rid, index, sampler.draw(logits_v, index)))
             except CspsError as exc:
                 self._fail(piece.rid, exc)
         if drawn:

@@ -149,6 +149,9 @@ class PrefillPiece:
     sampling: Sampling = Sampling()
     prompt_tokens: bytes = b""
     """Distinct prompt tokens, int32; sent only when a repetition penalty needs them."""
+    drawn: bytes = b""
+    """Tokens of the answer that an earlier attempt has drawn, int32: the last ones of what is
+    prefilled. The token to draw is the next of the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +230,11 @@ class Reserve:
     master: int
     """Instance that embeds the request's tokens, stores their KV and draws the next one."""
     prompt_length: int
+    """Tokens to be prefilled, those of `drawn` included."""
     sampling: Sampling
     prompt_tokens: bytes = b""
+    drawn: bytes = b""
+    """As in `PrefillPiece`."""
     kept_only: bool = False
     """Layers may come without the tokens that they dropped (`CsaPlan.decode_kept_only`)."""
     trace: dict[str, str] = field(default_factory=dict)

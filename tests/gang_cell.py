@@ -173,7 +173,8 @@ class Cell:
     def draws(self, rid: int) -> list[TokenDrawn]:
         """A request's tokens so far, which must have come in order and without a gap."""
         drawn = self.about(TokenDrawn, rid=rid)
-        assert [it.index for it in drawn] == list(range(len(drawn)))
+        first = drawn[0].index if drawn else 0
+        assert [it.index for it in drawn] == list(range(first, first + len(drawn)))
         return drawn
 
     def tokens(self, rid: int) -> list[int]:
@@ -280,6 +281,8 @@ class Request:
     master: int = 0
     sampling: Sampling = GREEDY
     kept_only: bool = False
+    drawn: tuple[int, ...] = ()
+    """The last tokens of `prompt`, if an earlier attempt has drawn them."""
 
     def reserve(self, epoch: str) -> Reserve:
         """The message to every decode rank."""
@@ -290,7 +293,8 @@ class Request:
             master=self.master,
             prompt_length=len(self.prompt),
             sampling=self.sampling,
-            prompt_tokens=self.prompt.astype("<i4").tobytes(),
+            prompt_tokens=self._asked.astype("<i4").tobytes(),
+            drawn=np.array(self.drawn, "<i4").tobytes(),
             kept_only=self.kept_only,
         )
 
@@ -304,9 +308,15 @@ class Request:
             last=stop == len(self.prompt),
             destinations=self.shares,
             sampling=self.sampling,
-            prompt_tokens=self.prompt.astype("<i4").tobytes(),
+            prompt_tokens=self._asked.astype("<i4").tobytes(),
+            drawn=np.array(self.drawn, "<i4").tobytes(),
             **fields,
         )
+
+    @property
+    def _asked(self) -> Prompt:
+        """The client's part of the prompt."""
+        return self.prompt[: len(self.prompt) - len(self.drawn)]
 
 
 async def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:

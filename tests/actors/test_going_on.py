@@ -1,0 +1,47 @@
+"""An answer that another attempt has begun goes on with the tokens that it would have had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_cell import Request, even_shares, prompt_of
+from gang_threads import thread_cell
+
+from csps.protocols.messages import Sampling
+
+TOKENS = 8
+GREEDY = Sampling(temperature=0, max_tokens=TOKENS)
+SEEDED = Sampling(temperature=0.8, top_p=0.9, seed=7, max_tokens=TOKENS)
+PENALISED = replace(
+    SEEDED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, min_tokens=TOKENS
+)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
+@pytest.mark.parametrize("before", [1, 3, TOKENS - 1])
+async def test_the_rest_of_an_answer_is_that_of_an_undisturbed_one(
+    tiny_llama: Path, sampling: Sampling, before: int
+) -> None:
+    prompt = prompt_of(41)
+    whole = Request(rid=1, prompt=prompt, sampling=sampling, shares=even_shares(41, (0, 1)))
+    async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
+        [tokens] = await cell.generate(whole, group=(0, 1))
+        assert len(tokens) == TOKENS
+        again = np.concatenate((prompt, np.array(tokens[:before], "<i4")))
+        rest = Request(
+            rid=2,
+            prompt=again,
+            drawn=tuple(tokens[:before]),
+            sampling=sampling,
+            master=1,
+            shares=even_shares(len(again), (0, 1)),
+        )
+        assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
+        assert [it.index for it in cell.draws(2)] == list(range(before, TOKENS))
+        assert cell.draws(2)[-1].finish_reason == "length"
+        await cell.freed(1, 2)
+        await cell.prefilled(*cell.jobs)
+        cell.check_idle()
