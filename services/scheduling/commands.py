@@ -34,7 +34,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     length: int
 
 
-class Reserve(Command, tag="reserve"):
+class Reserve(Command, frozen=True, tag="reserve"):
     """Set KV slots aside on decode instances and expect a sequence's KV there."""
 
     request: RequestId
@@ -51,7 +51,7 @@ class Reserve(Command, tag="reserve"):
     """For the instances to say yes."""
 
 
-class RunStep(Command, tag="run_step"):
+class RunStep(Command, frozen=True, tag="run_step"):
     """Compute pieces on a group of instances of one gang."""
 
     step: StepId
@@ -69,21 +69,21 @@ class RunStep(Command, tag="run_step"):
     """May run inside a step that is not urgent."""
 
 
-class SetGroup(Command, tag="set_group"):
+class SetGroup(Command, frozen=True, tag="set_group"):
     """Change the rows of a decode group: all KV of these sequences has landed."""
 
     gang: GangId
     joined: tuple[SequenceId, ...]
 
 
-class Cancel(Command, tag="cancel"):
+class Cancel(Command, frozen=True, tag="cancel"):
     """Stop working for a sequence and free what it holds on these gangs."""
 
     sequence: SequenceId
     gangs: tuple[GangId, ...]
 
 
-class Restart(Command, tag="restart"):
+class Restart(Command, frozen=True, tag="restart"):
     """A sequence is over, its request waits again. Tokens that still come for it are dropped; the
     next sequence computes prompt and delivered tokens again and goes on with the next one."""
 
@@ -92,21 +92,21 @@ class Restart(Command, tag="restart"):
     error: WireError
 
 
-class Refuse(Command, tag="refuse"):
+class Refuse(Command, frozen=True, tag="refuse"):
     """The request is not admitted."""
 
     request: RequestId
     error: WireError
 
 
-class Fail(Command, tag="fail"):
+class Fail(Command, frozen=True, tag="fail"):
     """The request ends without its whole answer."""
 
     request: RequestId
     error: WireError
 
 
-class ResetGang(Command, tag="reset_gang"):
+class ResetGang(Command, frozen=True, tag="reset_gang"):
     """A gang owes an answer and is silent: hang up on it, which ends what it does."""
 
     gang: GangId

@@ -35,7 +35,7 @@ class Event(
 # --- requests ------------------------------------------------------------------------------
 
 
-class Submitted(Event, tag="submitted"):
+class Submitted(Event, frozen=True, tag="submitted"):
     """A client's request, validated and tokenized."""
 
     request: RequestId
@@ -51,13 +51,13 @@ class Submitted(Event, tag="submitted"):
     """Chain hashes of the prompt's prefix, made outside the scheduler."""
 
 
-class Committed(Event, tag="committed"):
+class Committed(Event, frozen=True, tag="committed"):
     """The first byte of the answer has left."""
 
     request: RequestId
 
 
-class Cancelled(Event, tag="cancelled"):
+class Cancelled(Event, frozen=True, tag="cancelled"):
     """The client went away, or found its stop string."""
 
     request: RequestId
@@ -66,13 +66,13 @@ class Cancelled(Event, tag="cancelled"):
 # --- sequences -----------------------------------------------------------------------------
 
 
-class FirstToken(Event, tag="first_token"):
+class FirstToken(Event, frozen=True, tag="first_token"):
     """The prefill of a sequence has drawn its token; its KV may still be on the way."""
 
     sequence: SequenceId
 
 
-class Landed(Event, tag="landed"):
+class Landed(Event, frozen=True, tag="landed"):
     """A decode instance holds its whole share of a sequence's KV."""
 
     sequence: SequenceId
@@ -80,14 +80,14 @@ class Landed(Event, tag="landed"):
     tokens: int
 
 
-class Freed(Event, tag="freed"):
+class Freed(Event, frozen=True, tag="freed"):
     """An instance holds nothing of a sequence any more."""
 
     sequence: SequenceId
     instance: InstanceId
 
 
-class Finished(Event, tag="finished"):
+class Finished(Event, frozen=True, tag="finished"):
     """The last token of a sequence was drawn."""
 
     sequence: SequenceId
@@ -95,7 +95,7 @@ class Finished(Event, tag="finished"):
     """Tokens of the answer, over all sequences of the request."""
 
 
-class Failed(Event, tag="failed"):
+class Failed(Event, frozen=True, tag="failed"):
     """A sequence cannot go on: a rank has refused it, or its KV arrived wrong."""
 
     sequence: SequenceId
@@ -106,7 +106,7 @@ class Failed(Event, tag="failed"):
     """The cluster's fault and not the request's."""
 
 
-class Progress(Event, tag="progress"):
+class Progress(Event, frozen=True, tag="progress"):
     """How far answers are. An executor reports it before whatever ends sequences without a word of
     their own (`GangDown`), and before a round whose policy asks for it."""
 
@@ -117,7 +117,7 @@ class Progress(Event, tag="progress"):
 # --- steps ---------------------------------------------------------------------------------
 
 
-class StepDone(Event, tag="step_done"):
+class StepDone(Event, frozen=True, tag="step_done"):
     """An instance has computed its part of a step and holds no slots for it any more."""
 
     step: StepId
@@ -138,7 +138,7 @@ class InstanceUp(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=
     """Tokens that each of its ranks can hold."""
 
 
-class GangUp(Event, tag="gang_up"):
+class GangUp(Event, frozen=True, tag="gang_up"):
     """A gang was attached."""
 
     gang: GangId
@@ -153,21 +153,21 @@ class GangUp(Event, tag="gang_up"):
     """Longest prompt and answer together."""
 
 
-class GangDown(Event, tag="gang_down"):
+class GangDown(Event, frozen=True, tag="gang_down"):
     """A gang is gone with all that it held."""
 
     gang: GangId
     reason: str
 
 
-class LinkUp(Event, tag="link_up"):
+class LinkUp(Event, frozen=True, tag="link_up"):
     """KV can go from one gang to the other. An elastic gang is linked to itself by nature."""
 
     prefill: GangId
     decode: GangId
 
 
-class LinkDown(Event, tag="link_down"):
+class LinkDown(Event, frozen=True, tag="link_down"):
     """It cannot any more; both gangs live on."""
 
     prefill: GangId
@@ -175,7 +175,7 @@ class LinkDown(Event, tag="link_down"):
     reason: str
 
 
-class Heard(Event, tag="heard"):
+class Heard(Event, frozen=True, tag="heard"):
     """Instances gave a sign of life. Executors report it about once a second, not every time."""
 
     instances: tuple[InstanceId, ...]
@@ -184,17 +184,17 @@ class Heard(Event, tag="heard"):
 # --- the scheduler's own -------------------------------------------------------------------
 
 
-class Calibrated(Event, tag="calibrated"):
+class Calibrated(Event, frozen=True, tag="calibrated"):
     """A new cost table is in force. Tables are kept by digest beside the log."""
 
     digest: str
 
 
-class Wake(Event, tag="wake"):
+class Wake(Event, frozen=True, tag="wake"):
     """The time that `handle` had asked for has come."""
 
 
-class Drain(Event, tag="drain"):
+class Drain(Event, frozen=True, tag="drain"):
     """Refuse new requests from now on; those admitted go on."""
 
 
