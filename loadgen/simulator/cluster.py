@@ -1,0 +1,74 @@
+"""What a simulated cluster is: instances, links and latencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from csps.services.scheduling.commands import RunStep
+from csps.services.scheduling.latency import LatencyTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceModel:
+    """One copy of the weights."""
+
+    location: str
+    """Rack-Server-GPU id of its first rank."""
+    kv_slots: int
+
+    @property
+    def server(self) -> str:
+        """Rack and server of the id."""
+        return self.location.rpartition("-")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GangModel:
+    """All instances with one permission."""
+
+    instances: tuple[InstanceModel, ...]
+    tp: int
+
+    @property
+    def kv_slots(self) -> tuple[int, ...]:
+        """By instance."""
+        return tuple(it.kv_slots for it in self.instances)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkModel:
+    """A kind of link."""
+
+    bytes_per_s: int
+    latency_ns: int
+    shared: bool
+    """One for all that use this kind (inside: of a server), or one for each pair of instances
+    (inside) or servers (between)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterModel:
+    """Everything that simulated time depends on, apart from requests and policy."""
+
+    name: str
+    prefill: GangModel
+    decode: GangModel
+    table: LatencyTable
+    inside: LinkModel | None = None
+    """Between instances of one server; None: KV arrives at once."""
+    between: LinkModel | None = None
+    """Between instances of two servers."""
+    kv_bytes_per_token: int = 0
+    layers: int = 1
+    max_positions: int = 1 << 20
+    quantum_ns: int = 0
+    step_gap_ns: int = 0
+    iteration_gap_ns: int = 0
+    notice_ns: int = 0
+    """From an event on a rank to the scheduler, and from a command to the ranks."""
+
+    def step_ns(self, step: RunStep) -> int:
+        """What a step takes: the table has one strategy, whatever the step's is called."""
+        cost = self.table.step(len(step.group), self.prefill.tp)
+        rows = ((piece.length, piece.start) for piece in step.pieces)
+        return cost.predict_batch_ns(rows) + self.step_gap_ns

@@ -1,0 +1,279 @@
+"""Cluster files: what a simulated cluster is made of, in YAML. `docs/simulator.md` has them all.
+
+Every model is frozen, and an unknown key is an error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.services.scheduling.latency import (
+    DecodeCost,
+    DecodeLine,
+    GroupShape,
+    LatencyTable,
+    StepCost,
+)
+from csps.services.scheduling.latency_published import PUBLISHED
+
+CLUSTERS = Path(__file__).parent / "clusters"
+BITS_PER_BYTE = 8
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
+Permission = Literal["prefill", "decode"]
+
+
+class Section(BaseModel):
+    """Base of all parts of a cluster file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    hint = nearest(str(key), cls.model_fields)
+                    raise ValueError(f"unknown key {abridged(key)}{hint}")
+        return data
+
+
+class Server(Section):
+    """Servers that are alike."""
+
+    rack: Annotated[int, Field(ge=0)] = 0
+    count: Count = 1
+    """How many of them, numbered within the rack in the order of the file."""
+    instances: Count
+    """Copies of the weights on each."""
+    tp: Count = 1
+    """Ranks of each instance."""
+    permissions: Annotated[tuple[Permission, ...], Field(min_length=1)]
+    kv_slots: Count
+    """Tokens that each rank of an instance can hold."""
+
+
+class LinkSection(Section):
+    """A kind of link."""
+
+    gbps: Annotated[float, Field(gt=0)]
+    """10^9 bits a second."""
+    latency_us: Annotated[float, Field(ge=0)] = 0.0
+    shared: bool = False
+    """One link for all: inside, of a server; between, of the whole cluster. Otherwise each pair of
+    instances (inside) or of servers (between) has its own."""
+
+
+class Links(Section):
+    """Links that KV takes; without one it arrives at once."""
+
+    inside: LinkSection | None = None
+    """Between instances of one server."""
+    between: LinkSection | None = None
+    """Between servers."""
+
+
+class DecodeSection(Section):
+    """Seconds of an iteration, A + B * context + C * batch, in two regimes."""
+
+    small: tuple[Seconds, Seconds, Seconds]
+    large: tuple[Seconds, Seconds, Seconds]
+    tipping_batch: Count
+    """The largest batch of the first regime."""
+
+
+class Latency(Section):
+    """Where times come from: one of `steps`, `published` and `sib`."""
+
+    steps: dict[Count, tuple[Seconds, Seconds, Seconds, Seconds]] | None = None
+    """Seconds of a step on `sp` instances, a + b L + c C L + d L^2 of L tokens after C others."""
+    published: str | None = None
+    """A table of a paper's steps, by name."""
+    decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
+    """By number of decode instances."""
+    sib: str | None = None
+    """A scaling information base that `csps profile` has filled."""
+
+
+class Kv(Section):
+    """Of the model."""
+
+    bytes_per_token: Annotated[int, Field(ge=0)] = 0
+    """Keys and values of a token in all layers."""
+    layers: Count = 1
+    """All but the last one's KV leaves while a step computes."""
+
+
+class Gaps(Section):
+    """Microseconds in which nothing is computed: papers leave them out, real machines have them."""
+
+    step: Annotated[float, Field(ge=0)] = 0.0
+    """Before each step."""
+    iteration: Annotated[float, Field(ge=0)] = 0.0
+    """Before each iteration of decoding."""
+    notice: Annotated[float, Field(ge=0)] = 0.0
+    """A message between router and ranks."""
+
+
+class ClusterFile(Section):
+    """A cluster file."""
+
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    links: Links = Links()
+    latency: Latency
+    kv: Kv = Kv()
+    max_positions: Count = 1 << 20
+    """Longest prompt and answer together."""
+    quantum_ms: Annotated[float, Field(ge=0)] = 0.0
+    """A long step can be interrupted so often; 0 is at any time."""
+    gaps_us: Gaps = Gaps()
+
+
+def load_cluster(name_or_path: str) -> ClusterModel:
+    """A cluster that comes with csps, by name, or one from a file.
+
+    Raises:
+        ConfigError: there is none, or the file is wrong; the message names file and key.
+    """
+    named = {path.stem: path for path in sorted(CLUSTERS.glob("*.yaml"))}
+    path = named.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return parse_cluster(data, name=path.stem, place=str(path))
+
+
+def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterModel:
+    """The model of what a cluster file says.
+
+    Raises:
+        ConfigError: it says something wrong.
+    """
+    try:
+        file = ClusterFile.model_validate(data)
+        return _model(file, name)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{place}: {key + ': ' if key else ''}{message}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def _model(file: ClusterFile, name: str) -> ClusterModel:
+    prefill, decode = _gang(file, "prefill"), _gang(file, "decode")
+    return ClusterModel(
+        name=name,
+        prefill=prefill,
+        decode=decode,
+        table=_table(file.latency, name, prefill, decode),
+        inside=_link(file.links.inside),
+        between=_link(file.links.between),
+        kv_bytes_per_token=file.kv.bytes_per_token,
+        layers=file.kv.layers,
+        max_positions=file.max_positions,
+        quantum_ns=round(file.quantum_ms * 1_000_000),
+        step_gap_ns=round(file.gaps_us.step * 1000),
+        iteration_gap_ns=round(file.gaps_us.iteration * 1000),
+        notice_ns=round(file.gaps_us.notice * 1000),
+    )
+
+
+def _gang(file: ClusterFile, role: Permission) -> GangModel:
+    instances: list[InstanceModel] = []
+    in_rack: dict[int, int] = {}
+    tps: set[int] = set()
+    for servers in file.servers:
+        if len(servers.permissions) > 1:
+            raise ConfigError("an instance has one permission: the elastic gang is not modelled")
+        for _ in range(servers.count):
+            number = in_rack[servers.rack] = in_rack.get(servers.rack, -1) + 1
+            if role not in servers.permissions:
+                continue
+            tps.add(servers.tp)
+            instances += (
+                InstanceModel(
+                    location=f"{servers.rack}-{number}-{index * servers.tp}",
+                    kv_slots=servers.kv_slots,
+                )
+                for index in range(servers.instances)
+            )
+    if len(tps) != 1:
+        found = f"has tp {' and '.join(map(str, sorted(tps)))}" if tps else "has no instances"
+        raise ConfigError(f"servers: the {role} gang {found}; it has one tp")
+    return GangModel(instances=tuple(instances), tp=tps.pop())
+
+
+def _link(section: LinkSection | None) -> LinkModel | None:
+    if section is None:
+        return None
+    return LinkModel(
+        bytes_per_s=round(section.gbps * 1e9 / BITS_PER_BYTE),
+        latency_ns=round(section.latency_us * 1000),
+        shared=section.shared,
+    )
+
+
+def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -> LatencyTable:
+    given = [key for key in ("steps", "published", "sib") if getattr(latency, key) is not None]
+    if len(given) != 1:
+        raise ConfigError(f"latency: one of steps, published and sib, not {given or 'none'}")
+    if latency.sib is not None:
+        raise ConfigError("latency: sib is not read yet; print its fits and put them under steps")
+    table = LatencyTable(
+        name=name,
+        exact="exact",
+        steps=_steps(latency, prefill.tp),
+        decode=tuple(
+            (GroupShape(strategy="decode", sp=sp, tp=decode.tp), _decode(it))
+            for sp, it in (latency.decode or {}).items()
+        ),
+    )
+    table.step(len(prefill.instances), prefill.tp)
+    table.iteration(len(decode.instances), decode.tp)
+    return table
+
+
+def _steps(latency: Latency, tp: int) -> tuple[tuple[GroupShape, StepCost], ...]:
+    if latency.steps is not None:
+        return tuple(
+            (GroupShape(strategy="exact", sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
+            for sp, coefficients in latency.steps.items()
+        )
+    assert latency.published is not None
+    if (table := PUBLISHED.get(latency.published)) is None:
+        raise ConfigError(
+            f"latency: no published table '{latency.published}'"
+            f"{nearest(latency.published, PUBLISHED)}"
+        )
+    return tuple(
+        (GroupShape(strategy="exact", sp=shape.sp, tp=shape.tp), cost)
+        for shape, cost in table.steps
+        if shape.strategy == table.exact
+    )
+
+
+def _decode(section: tuple[float, float, float] | DecodeSection) -> DecodeCost:
+    if isinstance(section, DecodeSection):
+        small, large = section.small, section.large
+        tipping = section.tipping_batch
+    else:
+        small = large = section
+        tipping = 1 << 30
+    return DecodeCost(
+        small=DecodeLine.of_seconds(*small),
+        large=DecodeLine.of_seconds(*large),
+        tipping_batch=tipping,
+    )

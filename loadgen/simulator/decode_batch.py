@@ -1,0 +1,197 @@
+"""Continuous batching on modelled time: a decode gang jumps to the next end of a request.
+
+Between two changes of the batch, iteration n of a jump takes `a + b * (C + n * B) + c * B` (batch
+B, context C at the start of the jump), so that the end of any iteration is a polynomial in n. All
+of it is integers in 2^-48 ns, so a jump ends exactly where iterating would.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from csps.loadgen.simulator.timeline import Timeline
+from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request in the batch."""
+
+    sequence: int
+    context: int
+    """Tokens that its next iteration attends to, on joining."""
+    tokens: int
+    """Still to be drawn, on joining."""
+    joined: int = -1
+    """Iterations of the batch before its first one; -1 until it has joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Iterations of one batch."""
+
+    start_ns: int
+    batch: int
+    first: int
+    """What the first iteration takes, in 2^-48 ns."""
+    growth: int
+    """By how much longer each one takes than the one before."""
+
+    def end_ns(self, iterations: int) -> int:
+        """When so many iterations are over."""
+        total = iterations * self.first + self.growth * (iterations * (iterations - 1) // 2)
+        return self.start_ns + (total >> FRACTION_BITS)
+
+    def iterations_until(self, t_ns: int, at_most: int) -> int:
+        """The fewest iterations, at least one, that end at `t_ns` or later."""
+        low, high = 1, at_most
+        while low < high:
+            middle = (low + high) // 2
+            if self.end_ns(middle) >= t_ns:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a jump that is over has drawn, for the report."""
+
+    iterations: int
+    batch: int
+    took_ns: int
+
+
+class DecodeBatch:
+    """The batch of one decode gang.
+
+    Args:
+        timeline: the simulated time.
+        cost: of an iteration on this gang.
+        gap_ns: between two iterations.
+        finished: called with each row whose last token was drawn, at the end of the iteration.
+        drawn: called with every jump that is over.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        cost: DecodeCost,
+        *,
+        gap_ns: int = 0,
+        finished: Callable[[Row], None],
+        drawn: Callable[[Drawn], None],
+    ) -> None:
+        self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
+        self._finished, self._drawn = finished, drawn
+        self._rows: dict[int, Row] = {}
+        self._ends: list[tuple[int, int, Row]] = []
+        """(last iteration, order of joining, row)."""
+        self._joining: list[Row] = []
+        self._leaving: list[tuple[int, Callable[[], None]]] = []
+        self._iterations = 0
+        self._joined = 0
+        self._context = 0
+        self._jump: Jump | None = None
+        self._length = 0
+        """Iterations of the jump under way."""
+        self._plan = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def join(self, row: Row) -> None:
+        """Decode a request from the next iteration on."""
+        self._joining.append(row)
+        self._stop_soon()
+
+    def leave(self, sequence: int, left: Callable[[], None]) -> None:
+        """Take a request out, if it is here, after the iteration under way; then call `left`."""
+        self._leaving.append((sequence, left))
+        self._stop_soon()
+
+    def drawn_by(self, row: Row) -> int:
+        """Tokens that a row has drawn by now."""
+        if row.joined < 0:
+            return 0
+        return min(row.tokens, self._iterations + self._iterations_over() - row.joined)
+
+    def _iterations_over(self) -> int:
+        """Of the jump under way."""
+        if self._jump is None:
+            return 0
+        over = self._jump.iterations_until(self._timeline.now_ns, self._length)
+        return over if self._jump.end_ns(over) <= self._timeline.now_ns else over - 1
+
+    def _stop_soon(self) -> None:
+        """End the jump under way with the present iteration."""
+        now_ns = self._timeline.now_ns
+        if self._jump is None:
+            self._schedule(now_ns)
+            return
+        length = self._jump.iterations_until(now_ns, self._length)
+        if length < self._length:
+            self._length = length
+            self._schedule(self._jump.end_ns(length))
+
+    def _schedule(self, t_ns: int) -> None:
+        self._plan += 1
+        plan = self._plan
+        self._timeline.at(t_ns, lambda: self._between_iterations() if plan == self._plan else None)
+
+    def _between_iterations(self) -> None:
+        if self._jump is not None:
+            self._close_jump(self._jump)
+        for sequence, left in self._leaving:
+            self._drop(self._rows.get(sequence))
+            self._joining = [row for row in self._joining if row.sequence != sequence]
+            left()
+        self._leaving.clear()
+        for row in self._joining:
+            self._add(row)
+        self._joining.clear()
+        if self._rows:
+            self._begin_jump()
+
+    def _close_jump(self, jump: Jump) -> None:
+        self._jump = None
+        self._iterations += self._length
+        self._context += self._length * jump.batch
+        took_ns = self._timeline.now_ns - jump.start_ns
+        self._drawn(Drawn(self._length, jump.batch, took_ns))
+        while self._ends and self._ends[0][0] <= self._iterations:
+            row = heapq.heappop(self._ends)[2]
+            if self._rows.get(row.sequence) is row:
+                self._drop(row)
+                self._finished(row)
+
+    def _add(self, row: Row) -> None:
+        assert row.tokens > 0, "a request without tokens to draw joins"
+        row.joined = self._iterations
+        self._rows[row.sequence] = row
+        self._context += row.context
+        heapq.heappush(self._ends, (self._iterations + row.tokens, self._joined, row))
+        self._joined += 1
+
+    def _drop(self, row: Row | None) -> None:
+        if row is not None:
+            del self._rows[row.sequence]
+            self._context -= row.context + self._iterations - row.joined
+
+    def _begin_jump(self) -> None:
+        while self._rows.get((row := self._ends[0][2]).sequence) is not row:
+            heapq.heappop(self._ends)
+        batch = len(self._rows)
+        cost = self._cost.small if batch <= self._cost.tipping_batch else self._cost.large
+        first = cost.a + cost.b * self._context + cost.c * batch
+        self._jump = Jump(
+            start_ns=self._timeline.now_ns,
+            batch=batch,
+            first=first + (self._gap_ns << FRACTION_BITS),
+            growth=cost.b * batch,
+        )
+        self._length = self._ends[0][0] - self._iterations
+        self._schedule(self._jump.end_ns(self._length))

@@ -1,0 +1,347 @@
+"""Both gangs, the sequences that they work on and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel
+from csps.loadgen.simulator.decode_batch import DecodeBatch, Drawn, Row
+from csps.loadgen.simulator.network import Network
+from csps.loadgen.simulator.prefill_gang import PrefillGang
+from csps.loadgen.simulator.requests import Sequence
+from csps.loadgen.simulator.slots import Slots
+from csps.loadgen.simulator.step_order import StepOrder
+from csps.loadgen.simulator.timeline import Timeline
+from csps.services.scheduling.commands import Cancel, Reserve, RunStep, SetGroup
+from csps.services.scheduling.events import (
+    AnyEvent,
+    Freed,
+    GangDown,
+    GangUp,
+    InstanceUp,
+    Landed,
+    LinkUp,
+    Progress,
+    StepDone,
+)
+from csps.services.scheduling.ids import (
+    GangId,
+    InstanceId,
+    RequestId,
+    SequenceId,
+    StepId,
+    gang_of,
+    index_of,
+    instance_id,
+)
+
+GENERATION = 1
+"""Of the one router that a simulation has."""
+RESET_NS = 1_000_000_000
+"""From hanging up on a gang until it is attached again."""
+
+
+class GangListener(Protocol):
+    """The kernel, as the gangs see it."""
+
+    def tell(self, event: AnyEvent) -> None:
+        """An event for the scheduler, now."""
+
+    def tell_later(self, event: AnyEvent) -> None:
+        """An event on a rank, of which the scheduler hears when a message has arrived."""
+
+    def started(self, request: RequestId) -> None:
+        """A step of the request has begun."""
+
+    def prefilled(self, sequence: SequenceId, request: RequestId, tokens: int) -> None:
+        """The first token of a sequence was drawn; with it the request has so many."""
+
+    def drawn(self, request: RequestId, tokens: int) -> None:
+        """The request has so many tokens."""
+
+    def finished(self, sequence: SequenceId, request: RequestId, tokens: int) -> None:
+        """The last token was drawn."""
+
+
+class SimulatedGangs:
+    """A prefill and a decode gang, dead or alive.
+
+    Args:
+        timeline: the simulated time.
+        cluster: what they are made of.
+        listener: is told what happens.
+    """
+
+    def __init__(self, timeline: Timeline, cluster: ClusterModel, listener: GangListener) -> None:
+        self._timeline, self._cluster, self._listener = timeline, cluster, listener
+        self._network = Network(timeline, cluster)
+        self._gangs = 0
+        self._ids: dict[str, GangId] = {}
+        """Of the living gangs, by role."""
+        self._prefill: PrefillGang | None = None
+        self._batch: DecodeBatch | None = None
+        self._decode_slots = Slots(())
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self.drawn: list[Drawn] = []
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way or held."""
+        computing = self._prefill is not None and self._prefill.steps > 0
+        return computing or bool(self._sequences)
+
+    @property
+    def instances(self) -> tuple[InstanceId, ...]:
+        """Of all living gangs."""
+        return tuple(
+            instance_id(gang, index)
+            for role, gang in self._ids.items()
+            for index in range(len(self._model(role).instances))
+        )
+
+    def check_idle(self) -> None:
+        """Assert that every slot has come back and nothing is on the way."""
+        assert not self.busy, "something is still under way"
+        for slots in self._slots().values():
+            slots.check_integrity()
+            assert slots.used == 0, f"{slots.used} slots have not come back"
+
+    def _slots(self) -> Mapping[str, Slots]:
+        decode = {"decode": self._decode_slots}
+        return decode if self._prefill is None else {"prefill": self._prefill.slots, **decode}
+
+    def _model(self, role: str) -> GangModel:
+        return self._cluster.prefill if role == "prefill" else self._cluster.decode
+
+    # --- coming and going ----------------------------------------------------------------------
+
+    def up(self, role: str) -> None:
+        """A gang was attached."""
+        assert role not in self._ids, f"there is a {role} gang already"
+        self._gangs += 1
+        gang = self._ids[role] = self._gangs
+        model = self._model(role)
+        if role == "prefill":
+            self._prefill = self._new_prefill(gang)
+        else:
+            self._batch = self._new_batch(gang)
+            self._decode_slots = Slots(model.kv_slots)
+        self._listener.tell(
+            GangUp(
+                gang=gang,
+                generation=GENERATION,
+                may_prefill=role == "prefill",
+                may_decode=role == "decode",
+                tp=model.tp,
+                instances=tuple(
+                    InstanceUp(location=it.location, kv_slots=it.kv_slots) for it in model.instances
+                ),
+                max_positions=self._cluster.max_positions,
+            )
+        )
+        if len(self._ids) == 2:
+            self._listener.tell(LinkUp(prefill=self._ids["prefill"], decode=self._ids["decode"]))
+
+    def down(self, role: str, reason: str = "killed") -> None:
+        """A gang is gone with all that it held."""
+        gang = self._ids.pop(role)
+        if role == "prefill":
+            self._prefill = None
+        else:
+            self._report_progress()
+            self._batch = None
+            self._sequences.clear()
+        self._listener.tell(GangDown(gang=gang, reason=reason))
+
+    def reset(self, gang: GangId, reason: str) -> None:
+        """Hang up on a gang and attach to it again."""
+        for role, living in list(self._ids.items()):
+            if living == gang:
+                self.down(role, reason)
+                self._timeline.at(self._timeline.now_ns + RESET_NS, partial(self.up, role))
+
+    def _report_progress(self) -> None:
+        """Answers go on with the next token when their gang has died."""
+        drawn = []
+        for sequence in self._sequences.values():
+            if not sequence.over and sequence.row is not None and self._batch is not None:
+                tokens = sequence.first_tokens + self._batch.drawn_by(sequence.row)
+                self._listener.drawn(sequence.request, tokens)
+                drawn.append((sequence.sequence, tokens))
+        if drawn:
+            self._listener.tell(Progress(drawn=tuple(drawn)))
+
+    def _new_prefill(self, gang: GangId) -> PrefillGang:
+        cluster = self._cluster
+        instances = len(cluster.prefill.instances)
+        return PrefillGang(
+            order=StepOrder(self._timeline, instances, cluster.quantum_ns),
+            slots=Slots(cluster.prefill.kv_slots),
+            work_ns=cluster.step_ns,
+            route=self._network.route,
+            kv_bytes_per_token=cluster.kv_bytes_per_token,
+            layers=cluster.layers,
+            listener=_OfGang(self, gang),
+        )
+
+    def _new_batch(self, gang: GangId) -> DecodeBatch:
+        cluster = self._cluster
+        return DecodeBatch(
+            self._timeline,
+            cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
+            gap_ns=cluster.iteration_gap_ns,
+            finished=partial(self._finished, gang),
+            drawn=self.drawn.append,
+        )
+
+    def alive(self, gang: GangId) -> bool:
+        """The gang has not died."""
+        return gang in self._ids.values()
+
+    # --- commands ------------------------------------------------------------------------------
+
+    def reserve(self, command: Reserve, *, before: int, left: int) -> None:
+        """Set slots aside on the decode gang.
+
+        Args:
+            command: the scheduler's.
+            before: tokens that earlier sequences have drawn.
+            left: tokens that the request still draws; the scheduler does not know.
+        """
+        if not self.alive(gang_of(command.master)):
+            return
+        sequence = Sequence(
+            sequence=command.sequence,
+            request=command.request,
+            prompt_tokens=command.prompt_tokens,
+            shares=command.shares,
+            master=command.master,
+            before=before,
+            tokens=left,
+        )
+        sequence.missing = sequence.slots
+        slots = {index_of(it): count for it, count in sequence.slots.items()}
+        master = index_of(command.master)
+        slots[master] = slots.get(master, 0) + command.output_tokens
+        self._decode_slots.take(command.sequence, slots)
+        self._sequences[command.sequence] = sequence
+
+    def run_step(self, command: RunStep) -> None:
+        """Put a step in line."""
+        if self._prefill is None or not self.alive(gang_of(command.group[0])):
+            return
+        wanted = [self._sequences.get(piece.sequence) for piece in command.pieces]
+        shares = {it.sequence: it.shares for it in wanted if it is not None}
+        self._prefill.run(command, shares)
+
+    def join(self, command: SetGroup) -> None:
+        """Decode these from the next iteration on."""
+        if self._batch is None or not self.alive(command.gang):
+            return
+        for number in command.joined:
+            sequence = self._sequences[number]
+            if sequence.over:
+                continue
+            assert not sequence.missing, f"sequence {number} joins before its KV has landed"
+            row = Row(
+                sequence=number,
+                context=sequence.prompt_tokens + 1,
+                tokens=sequence.tokens - 1,
+            )
+            sequence.row = row
+            self._batch.join(row)
+
+    def cancel(self, command: Cancel) -> None:
+        """Stop working for a sequence and free what it holds."""
+        self.give_up(command.sequence)
+        for gang in command.gangs:
+            if self._prefill is not None and gang == self._ids.get("prefill"):
+                self._prefill.cancel(command.sequence)
+            if self._batch is not None and gang == self._ids.get("decode"):
+                self._batch.leave(command.sequence, partial(self._free, gang, command.sequence))
+
+    def give_up(self, number: SequenceId) -> None:
+        """A sequence serves its request no more."""
+        if (sequence := self._sequences.get(number)) is not None:
+            sequence.over = True
+
+    def end_request(self, request: RequestId) -> None:
+        """The client is gone: nothing is drawn for it any more."""
+        for sequence in self._sequences.values():
+            if sequence.request == request:
+                sequence.over = True
+
+    # --- what happens on the ranks -------------------------------------------------------------
+
+    def _free(self, gang: GangId, number: SequenceId) -> None:
+        if self._sequences.pop(number, None) is None or not self.alive(gang):
+            return
+        for index in self._decode_slots.held_by(number):
+            self._decode_slots.give_back(number, index)
+            instance = instance_id(gang, index)
+            self._listener.tell_later(Freed(sequence=number, instance=instance))
+
+    def _finished(self, gang: GangId, row: Row) -> None:
+        sequence = self._sequences.get(row.sequence)
+        if sequence is None or not self.alive(gang):
+            return
+        if not sequence.over:
+            tokens = sequence.first_tokens + row.tokens
+            self._listener.finished(row.sequence, sequence.request, tokens)
+        self._free(gang, row.sequence)
+
+    def step_started(self, step: RunStep) -> None:
+        """A step has begun to compute."""
+        for piece in step.pieces:
+            if (sequence := self._sequences.get(piece.sequence)) is not None:
+                self._listener.started(sequence.request)
+
+    def step_computed(self, step: RunStep) -> None:
+        """All of a step is computed."""
+        for piece in step.pieces:
+            sequence = self._sequences.get(piece.sequence)
+            if sequence is None or sequence.over:
+                continue
+            if piece.start + piece.length == sequence.prompt_tokens:
+                self._listener.prefilled(sequence.sequence, sequence.request, sequence.first_tokens)
+
+    def arrived(self, number: SequenceId, instance: InstanceId, tokens: int) -> None:
+        """KV has arrived at a decode instance."""
+        sequence = self._sequences.get(number)
+        if sequence is None or gang_of(instance) != self._ids.get("decode"):
+            return
+        sequence.missing[instance] -= tokens
+        if not sequence.missing[instance]:
+            del sequence.missing[instance]
+            if not sequence.over:
+                landed = sequence.slots[instance]
+                self._listener.tell_later(Landed(sequence=number, instance=instance, tokens=landed))
+
+    def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
+        """An instance is through with a step."""
+        self._listener.tell_later(StepDone(step=step, instance=instance, took_ns=took_ns))
+
+
+class _OfGang:
+    """What one incarnation of the prefill gang tells, as long as it lives."""
+
+    def __init__(self, gangs: SimulatedGangs, gang: GangId) -> None:
+        self._gangs, self._gang = gangs, gang
+
+    def started(self, step: RunStep) -> None:
+        if self._gangs.alive(self._gang):
+            self._gangs.step_started(step)
+
+    def computed(self, step: RunStep) -> None:
+        if self._gangs.alive(self._gang):
+            self._gangs.step_computed(step)
+
+    def arrived(self, sequence: SequenceId, instance: InstanceId, tokens: int) -> None:
+        if self._gangs.alive(self._gang):
+            self._gangs.arrived(sequence, instance, tokens)
+
+    def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
+        if self._gangs.alive(self._gang):
+            self._gangs.step_done(step, instance, took_ns)

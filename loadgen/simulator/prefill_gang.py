@@ -1,0 +1,203 @@
+"""A prefill gang on modelled time: steps in order, and the KV that leaves while they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from csps.loadgen.simulator.links import Link
+from csps.loadgen.simulator.slots import Slots
+from csps.loadgen.simulator.step_order import StepOrder, Task
+from csps.services.scheduling.commands import RunStep, Share
+from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
+
+
+class PrefillListener(Protocol):
+    """Callbacks at simulated times."""
+
+    def started(self, step: RunStep) -> None:
+        """A step has begun to compute."""
+
+    def computed(self, step: RunStep) -> None:
+        """All of a step is computed: tokens can be drawn."""
+
+    def arrived(self, sequence: SequenceId, instance: InstanceId, tokens: int) -> None:
+        """KV of a sequence has arrived at a decode instance."""
+
+    def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
+        """An instance has computed its part, sent its KV and freed it."""
+
+
+Route = Callable[[InstanceId, InstanceId], "Link | None"]
+"""The link from a prefill to a decode instance; None takes no time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Flow:
+    """KV of a step that takes one link to one decode instance."""
+
+    link: Link | None
+    destination: InstanceId
+    tokens: dict[SequenceId, int] = field(default_factory=dict)
+    sources: dict[InstanceId, None] = field(default_factory=dict)
+    missing: int = 0
+    """Parts that have not arrived: all layers but the last, and the last."""
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A step from the command until all its instances are done."""
+
+    step: RunStep
+    flows: list[_Flow]
+    unsent: dict[InstanceId, int]
+    """Flows that an instance takes part in and that have not arrived."""
+    wanted: set[SequenceId]
+    task: Task | None = None
+    computed: bool = False
+
+
+class PrefillGang:
+    """One incarnation of a gang.
+
+    Args:
+        order: of its steps.
+        slots: of its instances.
+        work_ns: what a step takes.
+        route: links to the decode gang.
+        kv_bytes_per_token: of all layers.
+        layers: KV of all but the last leaves while a step computes.
+        listener: is told what happens.
+    """
+
+    def __init__(
+        self,
+        *,
+        order: StepOrder,
+        slots: Slots,
+        work_ns: Callable[[RunStep], int],
+        route: Route,
+        kv_bytes_per_token: int,
+        layers: int,
+        listener: PrefillListener,
+    ) -> None:
+        self._order, self.slots = order, slots
+        self._work_ns, self._route = work_ns, route
+        self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
+        self._listener = listener
+        self._runs: dict[StepId, _Run] = {}
+
+    @property
+    def steps(self) -> int:
+        """Not done yet."""
+        return len(self._runs)
+
+    def run(self, step: RunStep, destinations: Mapping[SequenceId, tuple[Share, ...]]) -> None:
+        """Put a step in line.
+
+        Args:
+            step: the scheduler's command.
+            destinations: where the KV of each sequence goes.
+        """
+        parts = zip(step.group, pairwise(step.bounds), strict=True)
+        self.slots.take(step.step, {index_of(it): stop - start for it, (start, stop) in parts})
+        flows = list(_flows(step, destinations, self._route))
+        run = _Run(
+            step=step,
+            flows=flows,
+            unsent={it: sum(it in flow.sources for flow in flows) for it in step.group},
+            wanted={piece.sequence for piece in step.pieces},
+        )
+        self._runs[step.step] = run
+        run.task = Task(
+            members=tuple(map(index_of, step.group)),
+            work_ns=self._work_ns(step),
+            urgent=step.urgent,
+            started=lambda: self._started(run),
+            ended=lambda: self._ended(run),
+        )
+        self._order.submit(run.task)
+
+    def cancel(self, sequence: SequenceId) -> None:
+        """A step ends when none of its sequences is wanted any more. Until then the rows of the
+        others stay where they are, so that it takes as long as ever."""
+        for run in list(self._runs.values()):
+            run.wanted.discard(sequence)
+            if not run.wanted and not run.computed and run.task is not None:
+                self._order.withdraw(run.task)
+
+    def _started(self, run: _Run) -> None:
+        self._listener.started(run.step)
+        if self._layers > 1:
+            for flow in run.flows:
+                self._send(run, flow, self._size(flow) * (self._layers - 1) // self._layers)
+
+    def _ended(self, run: _Run) -> None:
+        run.computed = True
+        if not run.wanted:
+            run.flows.clear()
+            run.unsent = dict.fromkeys(run.step.group, 0)
+        else:
+            self._listener.computed(run.step)
+        for flow in run.flows:
+            size = self._size(flow)
+            self._send(run, flow, size - size * (self._layers - 1) // self._layers)
+        for instance, flows in list(run.unsent.items()):
+            if not flows:
+                self._instance_done(run, instance)
+
+    def _size(self, flow: _Flow) -> int:
+        return sum(flow.tokens.values()) * self._kv_bytes_per_token
+
+    def _send(self, run: _Run, flow: _Flow, size: int) -> None:
+        flow.missing += 1
+        if flow.link is None:
+            self._arrived(run, flow)
+        else:
+            flow.link.send(size, lambda: self._arrived(run, flow))
+
+    def _arrived(self, run: _Run, flow: _Flow) -> None:
+        flow.missing -= 1
+        if flow.missing or not run.computed or flow not in run.flows:
+            return
+        for sequence, tokens in flow.tokens.items():
+            self._listener.arrived(sequence, flow.destination, tokens)
+        for instance in flow.sources:
+            run.unsent[instance] -= 1
+            # While the step's end is dealt with, `_ended` looks for those that have nothing left.
+            if not run.unsent[instance] and flow.link is not None:
+                self._instance_done(run, instance)
+
+    def _instance_done(self, run: _Run, instance: InstanceId) -> None:
+        del run.unsent[instance]
+        step = run.step.step
+        self.slots.give_back(step, index_of(instance))
+        assert run.task is not None
+        self._listener.step_done(step, instance, run.task.work_ns if run.wanted else 0)
+        if not run.unsent:
+            del self._runs[step]
+
+
+def _flows(
+    step: RunStep, destinations: Mapping[SequenceId, tuple[Share, ...]], route: Route
+) -> Iterator[_Flow]:
+    """The step's KV by link and decode instance, in order of pieces, shares and group."""
+    flows: dict[tuple[Link | None, InstanceId], _Flow] = {}
+    offsets = accumulate((piece.length for piece in step.pieces), initial=0)
+    for piece, offset in zip(step.pieces, offsets, strict=False):
+        for share in destinations.get(piece.sequence, ()):
+            # In tokens of the step: pieces are laid end to end.
+            start = max(share.start, piece.start) - piece.start + offset
+            stop = min(share.stop, piece.start + piece.length) - piece.start + offset
+            for source, (begin, end) in zip(step.group, pairwise(step.bounds), strict=True):
+                tokens = min(stop, end) - max(start, begin)
+                if tokens <= 0:
+                    continue
+                link = route(source, share.instance)
+                key = (link, share.instance)
+                flow = flows.setdefault(key, _Flow(link, share.instance))
+                flow.tokens[piece.sequence] = flow.tokens.get(piece.sequence, 0) + tokens
+                flow.sources[source] = None
+    yield from flows.values()

@@ -1,0 +1,83 @@
+"""Requests as the simulator sees them, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from csps.loadgen.simulator.decode_batch import Row
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One request that will come."""
+
+    at_ns: int
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens that it will draw: nobody knows before it has."""
+    max_tokens: int | None = None
+    """What it asks for, and all that the scheduler is told; None is `output_tokens`."""
+    cls: str = "exact"
+
+    @property
+    def asked_tokens(self) -> int:
+        """Tokens that the scheduler has to expect."""
+        return self.output_tokens if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What has become of a request. Times are in nanoseconds, -1 is never."""
+
+    request: RequestId
+    arrival: Arrival
+    started_ns: int = -1
+    """Its first step began to compute."""
+    first_token_ns: int = -1
+    ended_ns: int = -1
+    drawn: int = 0
+    sequences: int = 0
+    """Attempts."""
+    error: str = ""
+    """Name of the error that it ended with; empty if it has its whole answer."""
+
+    @property
+    def ttft_ns(self) -> int:
+        """Time to the first token."""
+        return self.first_token_ns - self.arrival.at_ns
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One attempt at a request on the ranks."""
+
+    sequence: SequenceId
+    request: RequestId
+    prompt_tokens: int
+    shares: tuple[Share, ...]
+    master: InstanceId
+    before: int
+    """Tokens that earlier sequences have drawn."""
+    tokens: int
+    """To be drawn by this one."""
+    missing: dict[InstanceId, int] = field(default_factory=dict)
+    """KV that has not arrived, by decode instance."""
+    row: Row | None = None
+    """In the decode batch."""
+    over: bool = False
+    """Serves its request no more."""
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of the answer once this sequence has drawn its first one."""
+        return self.before + 1
+
+    @property
+    def slots(self) -> dict[InstanceId, int]:
+        """Of the prompt, by decode instance."""
+        slots: dict[InstanceId, int] = {}
+        for share in self.shares:
+            slots[share.instance] = slots.get(share.instance, 0) + share.stop - share.start
+        return slots

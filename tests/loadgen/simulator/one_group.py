@@ -1,0 +1,205 @@
+"""A scheduler so simple that the simulator can be judged without the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
+from csps.services.scheduling.commands import (
+    AnyCommand,
+    Cancel,
+    Piece,
+    Reserve,
+    Restart,
+    RunStep,
+    SetGroup,
+    Share,
+)
+from csps.services.scheduling.events import (
+    AnyEvent,
+    Cancelled,
+    Finished,
+    FirstToken,
+    GangDown,
+    GangUp,
+    Landed,
+    LinkUp,
+    Submitted,
+    WireError,
+)
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.latency import (
+    DecodeCost,
+    DecodeLine,
+    GroupShape,
+    LatencyTable,
+    StepCost,
+)
+
+
+def cluster(
+    *,
+    instances: int = 4,
+    decode: int = 1,
+    step: StepCost | None = None,
+    line: DecodeLine | None = None,
+    kv_slots: int = 1 << 40,
+    **options: Any,
+) -> ClusterModel:
+    """Prefill on one server, decode on another; one nanosecond a token unless said otherwise."""
+    cost = step or StepCost.of_seconds(0.0, 1e-9, 0.0, 0.0)
+    line = line or DecodeLine.of_seconds(1e-6, 0.0, 0.0)
+    decode_cost = DecodeCost(small=line, large=line, tipping_batch=1)
+    return ClusterModel(
+        name="test",
+        prefill=_gang(instances, "0-0", kv_slots),
+        decode=_gang(decode, "0-1", kv_slots),
+        table=LatencyTable(
+            name="test",
+            exact="ring_kv",
+            # The same for all sizes: what is between two sizes is interpolated.
+            steps=tuple(
+                (GroupShape(strategy="ring_kv", sp=sp), cost) for sp in range(1, instances + 1)
+            ),
+            decode=((GroupShape(strategy="decode", sp=decode), decode_cost),),
+        ),
+        **options,
+    )
+
+
+def _gang(instances: int, server: str, kv_slots: int) -> GangModel:
+    return GangModel(
+        instances=tuple(
+            InstanceModel(location=f"{server}-{gpu}", kv_slots=kv_slots) for gpu in range(instances)
+        ),
+        tp=1,
+    )
+
+
+class OneGroup:
+    """Sends every request at once to one group of instances, which keep the order.
+
+    Args:
+        sp: instances of the group, the first ones.
+        choose: another group for a request: its first instance and its size.
+        urgent: whether a request's step is.
+    """
+
+    def __init__(
+        self,
+        sp: int = 1,
+        *,
+        choose: Callable[[Submitted], tuple[int, int]] | None = None,
+        urgent: Callable[[Submitted], bool] = lambda _: False,
+    ) -> None:
+        self._choose = choose or (lambda _: (0, sp))
+        self._urgent = urgent
+        self._prefill = self._decode = self._decoders = 0
+        self._open: dict[int, Submitted] = {}
+        self._sequence_of: dict[int, int] = {}
+        self._unlanded: dict[int, set[int]] = {}
+        self._first: set[int] = set()
+        self._joined: set[int] = set()
+        self._numbers = 0
+
+    def handle(
+        self, events: Sequence[AnyEvent], now_ns: int
+    ) -> tuple[Sequence[AnyCommand], int | None]:
+        """Start what can start, join what has landed, start again what a gang took with it."""
+        commands: list[AnyCommand] = []
+        for event in events:
+            if isinstance(event, GangUp) and event.may_prefill:
+                self._prefill = event.gang
+            elif isinstance(event, GangUp):
+                self._decode, self._decoders = event.gang, len(event.instances)
+            elif isinstance(event, LinkUp):
+                waiting = [it for it in self._open if it not in self._sequence_of]
+                commands += [command for it in waiting for command in self._start(it)]
+            elif isinstance(event, Submitted):
+                self._open[event.request] = event
+                commands += self._start(event.request) if self._prefill and self._decode else []
+            elif isinstance(event, FirstToken):
+                self._first.add(event.sequence)
+                commands += self._join(event.sequence)
+            elif isinstance(event, Landed):
+                self._unlanded[event.sequence].discard(event.instance)
+                commands += self._join(event.sequence)
+            elif isinstance(event, Finished):
+                commands += self._finished(event.sequence)
+            elif isinstance(event, Cancelled):
+                commands.append(self._cancel(event.request))
+                del self._open[event.request]
+            elif isinstance(event, GangDown):
+                commands += self._lost(event.gang)
+        return commands, None
+
+    def _cancel(self, request: int) -> Cancel:
+        gangs = tuple(gang for gang in (self._prefill, self._decode) if gang)
+        return Cancel(sequence=self._sequence_of.pop(request), gangs=gangs)
+
+    def _finished(self, sequence: int) -> list[AnyCommand]:
+        request = next(it for it, of in self._sequence_of.items() if of == sequence)
+        del self._open[request]
+        cancel = self._cancel(request)
+        return [] if sequence in self._joined else [cancel]
+
+    def _lost(self, gang: int) -> list[AnyCommand]:
+        prefill = gang == self._prefill
+        if prefill:
+            self._prefill = 0
+        else:
+            self._decode = 0
+        commands: list[AnyCommand] = []
+        for request, sequence in list(self._sequence_of.items()):
+            if not prefill or sequence not in self._joined:
+                error = WireError("GangLost", "for tests")
+                commands.append(Restart(request=request, sequence=sequence, error=error))
+                commands.append(self._cancel(request))
+        return commands
+
+    def _start(self, request: int) -> list[AnyCommand]:
+        submitted = self._open[request]
+        first, size = self._choose(submitted)
+        tokens = submitted.prompt_tokens
+        self._numbers += 1
+        number = self._sequence_of[request] = self._numbers
+        cuts = enumerate(pairwise(_cut(tokens, self._decoders)))
+        shares = tuple(
+            Share(instance_id(self._decode, index), start, stop)
+            for index, (start, stop) in cuts
+            if stop > start
+        )
+        self._unlanded[number] = {share.instance for share in shares}
+        return [
+            Reserve(
+                request=request,
+                sequence=number,
+                prompt_tokens=tokens,
+                output_tokens=submitted.output_tokens,
+                shares=shares,
+                master=instance_id(self._decode, 0),
+                deadline_ns=1 << 60,
+            ),
+            RunStep(
+                step=number,
+                group=tuple(instance_id(self._prefill, first + index) for index in range(size)),
+                bounds=tuple(_cut(tokens, size)),
+                pieces=(Piece(number, 0, tokens),),
+                history=((),),
+                strategy="ring_kv",
+                cls=submitted.cls,
+                urgent=self._urgent(submitted),
+            ),
+        ]
+
+    def _join(self, sequence: int) -> list[AnyCommand]:
+        if sequence not in self._first or self._unlanded[sequence]:
+            return []
+        self._joined.add(sequence)
+        return [SetGroup(gang=self._decode, joined=(sequence,))]
+
+
+def _cut(tokens: int, parts: int) -> list[int]:
+    return [tokens * part // parts for part in range(parts + 1)]

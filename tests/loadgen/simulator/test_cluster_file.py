@@ -1,0 +1,76 @@
+"""Cluster files: what they say is what is simulated, and what they cannot say is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.latency_published import TETRIS_TABLE_1
+
+SMALL: dict[str, Any] = {
+    "servers": [
+        {"count": 2, "instances": 2, "permissions": ["prefill"], "kv_slots": 1000},
+        {"rack": 1, "instances": 1, "tp": 4, "permissions": ["decode"], "kv_slots": 2000},
+    ],
+    "links": {"between": {"gbps": 8, "latency_us": 5, "shared": True}},
+    "latency": {"steps": {1: [0.1, 1e-3, 0, 0]}, "decode": {1: [0.01, 0, 0]}},
+    "gaps_us": {"step": 3},
+}
+
+
+def test_servers_become_gangs_with_places() -> None:
+    model = parse_cluster(SMALL, name="small")
+    places = [it.location for it in model.prefill.instances]
+    assert places == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
+    assert (model.decode.tp, model.decode.kv_slots) == (4, (2000,))
+    assert model.between is not None
+    assert (model.between.bytes_per_s, model.between.latency_ns) == (10**9, 5000)
+    assert model.inside is None
+    assert model.step_gap_ns == 3000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"link": {}}, "unknown key 'link'; did you mean 'links'?"),
+        ({"gaps_us": {"stepp": 1}}, "gaps_us: unknown key 'stepp'; did you mean 'step'?"),
+        ({"latency": {"decode": {1: [0, 0, 0]}}}, "one of steps, published and sib"),
+        ({"latency": {"published": "tetris"}}, "allowed: loongserve-lwm-7b-a800, tetris-llama3"),
+        ({"latency": {"steps": {1: [0, 0, 0, 0]}}}, "no latencies of decode with tp=4"),
+        ({"servers": SMALL["servers"][:1]}, "the decode gang has no instances"),
+        ({"servers": []}, "servers"),
+        ({"max_positions": 0}, "max_positions"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_cluster({**SMALL, **change}, name="small")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'tetris-16'"):
+        load_cluster("tetris16")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("servers: [")
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_cluster(str(broken))
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda it: it.stem)
+def test_every_named_cluster_can_be_loaded(path: Path) -> None:
+    model = load_cluster(path.stem)
+    assert model.table.step(1).predict_ns(1000) > 0
+
+
+def test_tetris_16_has_the_times_of_table_1() -> None:
+    table = load_cluster("tetris-16").table
+    for sp, row in TETRIS_TABLE_1.items():
+        for kilotokens, seconds in row.items():
+            predicted = table.step(sp).predict_ns(kilotokens * 1024) / 1e9
+            assert predicted == pytest.approx(seconds, rel=0.07)

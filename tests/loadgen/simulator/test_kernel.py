@@ -1,0 +1,206 @@
+"""The simulator's loop against queueing theory, with a scheduler of a few lines."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from one_group import OneGroup, cluster
+
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.requests import Arrival
+from csps.services.scheduling.events import Submitted
+from csps.services.scheduling.latency import StepCost
+
+
+def poisson(rng: random.Random, requests: int, mean_gap_ns: float) -> list[int]:
+    now, times = 0.0, []
+    for _ in range(requests):
+        now += rng.expovariate(1 / mean_gap_ns)
+        times.append(round(now))
+    return times
+
+
+def run(arrivals: Sequence[Arrival], **options: Any) -> Run:
+    model = cluster(**options)
+    simulator = Simulator(OneGroup(sp=len(model.prefill.instances)), model, arrivals)
+    found = simulator.run()
+    simulator.gangs.check_idle()
+    return found
+
+
+def prompts(times: list[int], lengths: list[int]) -> list[Arrival]:
+    return [
+        Arrival(at_ns=at, prompt_tokens=length, output_tokens=1)
+        for at, length in zip(times, lengths, strict=True)
+    ]
+
+
+def chats(rng: random.Random, requests: int, mean_gap_ns: float = 2000) -> list[Arrival]:
+    return [
+        Arrival(at_ns=at, prompt_tokens=rng.randint(1, 3000), output_tokens=rng.randint(1, 40))
+        for at in poisson(rng, requests, mean_gap_ns)
+    ]
+
+
+def test_one_group_is_lindleys_recursion_bit_for_bit() -> None:
+    rng = random.Random(1)
+    times = poisson(rng, 3000, 1000)
+    lengths = [rng.randint(1, 1800) for _ in times]
+    cost = StepCost.of_seconds(50e-9, 0.7e-9, 0.0, 1e-13)
+    outcomes = run(prompts(times, lengths), step=cost).outcomes
+    free_ns = 0
+    for outcome, at, length in zip(outcomes, times, lengths, strict=True):
+        began = max(at, free_ns)
+        free_ns = began + cost.predict_ns(length)
+        assert (outcome.started_ns, outcome.first_token_ns) == (began, free_ns)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize("constant", [False, True])
+def test_the_mean_wait_is_pollaczek_and_khinchines(load: float, constant: bool) -> None:
+    """M/G/1 and, with constant lengths, M/D/1. Independent runs, for the error of the mean."""
+    means: list[float] = []
+    mean_ns = 1000.0
+    for seed in range(12):
+        rng = random.Random(seed)
+        times = poisson(rng, 1500, mean_ns / load)
+        lengths = [1000 if constant else rng.choice((100, 1900)) for _ in times]
+        outcomes = run(prompts(times, lengths)).outcomes[300:]
+        means.append(sum(it.started_ns - it.arrival.at_ns for it in outcomes) / len(outcomes))
+    square = mean_ns**2 if constant else (100**2 + 1900**2) / 2
+    expected = load / mean_ns * square / 2 / (1 - load)
+    mean = sum(means) / len(means)
+    error = math.sqrt(sum((it - mean) ** 2 for it in means) / (len(means) - 1) / len(means))
+    assert abs(mean - expected) < 3 * error
+
+
+def test_littles_law() -> None:
+    """Requests in the system, integrated over time, are the sum of the times that they spend."""
+    outcomes = run(chats(random.Random(5), 500)).outcomes
+    steps = sorted(
+        [(it.arrival.at_ns, 1) for it in outcomes] + [(it.ended_ns, -1) for it in outcomes]
+    )
+    inside = area = 0
+    for (at, change), (later, _) in pairwise(steps):
+        inside += change
+        area += inside * (later - at)
+    assert area == sum(it.ended_ns - it.arrival.at_ns for it in outcomes)
+
+
+def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
+    arrivals = chats(random.Random(7), 300)
+    found = run(arrivals, decode=3)
+    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    decoded = sum(it.iterations * it.batch for it in found.iterations)
+    assert decoded == sum(it.output_tokens - 1 for it in arrivals)
+
+
+def test_two_groups_by_least_queue_are_a_queue_with_two_servers() -> None:
+    """Constant lengths: whoever chooses the shorter queue is served in order of arrival by the
+    server that is free first, M/D/2."""
+    rng = random.Random(11)
+    times, work = poisson(rng, 2000, 600), 1000
+    free = [0, 0]
+
+    def least_queue(submitted: Submitted) -> tuple[int, int]:
+        at = times[submitted.request - 1]
+        group = min((0, 1), key=lambda it: (max(free[it], at), it))
+        free[group] = max(free[group], at) + work
+        return group * 2, 2
+
+    arrivals = prompts(times, [work] * len(times))
+    outcomes = Simulator(OneGroup(choose=least_queue), cluster(), arrivals).run().outcomes
+    servers = [0, 0]
+    for outcome in outcomes:
+        servers.sort()
+        began = max(outcome.arrival.at_ns, servers[0])
+        servers[0] = began + work
+        assert outcome.started_ns == began
+
+
+def test_the_log_of_a_run_does_not_know_the_future() -> None:
+    """Cutting the trace, or changing outputs that are not drawn yet, changes no earlier turn."""
+    rng = random.Random(3)
+    arrivals = [
+        Arrival(at_ns=at, prompt_tokens=rng.randint(1, 2000), output_tokens=20, max_tokens=64)
+        for at in poisson(rng, 60, 2000)
+    ]
+    cut_ns = arrivals[30].at_ns
+
+    def turns(changed: Sequence[Arrival]) -> list[str]:
+        seen: list[str] = []
+
+        def observe(now_ns: int, events: object, commands: object) -> None:
+            if now_ns < cut_ns:
+                seen.append(f"{now_ns} {events} {commands}")
+
+        Simulator(OneGroup(sp=4), cluster(decode=2), changed, observer=observe).run()
+        return seen
+
+    whole = turns(arrivals)
+    outcomes = Simulator(OneGroup(sp=4), cluster(decode=2), arrivals).run().outcomes
+    later = [
+        Arrival(
+            at_ns=it.at_ns,
+            prompt_tokens=it.prompt_tokens,
+            output_tokens=it.output_tokens if outcome.ended_ns < cut_ns else 50,
+            max_tokens=64,
+        )
+        for it, outcome in zip(arrivals, outcomes, strict=True)
+    ]
+    assert whole == turns(arrivals[:30])
+    assert whole == turns(later)
+    assert len(whole) > 30
+
+
+def test_slower_machines_and_lower_rates_scale_all_times() -> None:
+    rng = random.Random(13)
+    times = poisson(rng, 200, 1000)
+    lengths = [rng.randint(1, 1500) for _ in times]
+    cost = StepCost(a=3 << 48, b=1 << 48, c=0, d=1 << 38)
+    slow = StepCost(a=7 * cost.a, b=7 * cost.b, c=0, d=7 * cost.d)
+    once = run(prompts(times, lengths), step=cost).outcomes
+    sevenfold = run(prompts([7 * at for at in times], lengths), step=slow).outcomes
+    for a, b in zip(once, sevenfold, strict=True):
+        # Each of the steps before was rounded down by less than a nanosecond.
+        assert 0 <= b.first_token_ns - 7 * a.first_token_ns < 7 * len(times)
+
+
+def test_requests_outlive_their_gangs() -> None:
+    """Killed and replaced gangs lose no token and no slot."""
+    arrivals = chats(random.Random(17), 100)
+    faults = [
+        GangFault(at_ns=40_000, role="decode"),
+        GangFault(at_ns=60_000, role="decode", up=True),
+        GangFault(at_ns=90_000, role="prefill"),
+        GangFault(at_ns=120_000, role="prefill", up=True),
+    ]
+    simulator = Simulator(OneGroup(sp=4), cluster(decode=2), arrivals, faults=faults)
+    outcomes = simulator.run().outcomes
+    assert [it.drawn for it in outcomes] == [it.output_tokens for it in arrivals]
+    assert max(it.sequences for it in outcomes) > 1
+    simulator.gangs.check_idle()
+
+
+def test_a_client_that_leaves_draws_nothing_more() -> None:
+    arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=50)]
+    gone = [Abandoned(at_ns=10_500, request=1)]
+    simulator = Simulator(OneGroup(sp=4), cluster(), arrivals, abandoned=gone)
+    outcome = simulator.run().outcomes[0]
+    simulator.gangs.check_idle()
+    assert (outcome.error, outcome.ended_ns) == ("Cancelled", 10_500)
+
+
+def test_a_run_that_cannot_end_says_so() -> None:
+    class Deaf:
+        def handle(self, events: object, now_ns: int) -> tuple[tuple[()], None]:
+            return (), None
+
+    arrivals = [Arrival(at_ns=5, prompt_tokens=1, output_tokens=1)]
+    with pytest.raises(RuntimeError, match="1 requests wait"):
+        Simulator(Deaf(), cluster(), arrivals).run()
