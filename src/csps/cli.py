@@ -43,6 +43,7 @@ COMMANDS = {
     "stop": Command("services.commands", "stop", "drain and stop the server started from here"),
     "demo": Command("services.commands", "demo", "send a 16K-token question to the server"),
     "check-config": Command("services.commands", "check_config", "check a configuration file"),
+    "bench": Command("loadgen.commands", "bench", "load tests against SLOs, and reports"),
     "eval": Command("services.eval_command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""

@@ -1,0 +1,172 @@
+"""The arguments of `csps bench serve` and `sweep`: option names of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from csps.loadgen.client.api import ENDPOINTS
+from csps.loadgen.client.asker import REQUEST_S
+from csps.loadgen.results.statistics import DEFAULT_BUCKETS, DEFAULT_PERCENTILES, LATENCIES
+from csps.loadgen.workloads.named import WORKLOADS
+from csps.protocols.errors import nearest
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Where requests go, and how they are worded."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--backend", choices=ENDPOINTS, default="csps")
+    group.add_argument("--base-url", help="default: http://HOST:PORT")
+    group.add_argument("--host", default="127.0.0.1")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--endpoint", help="default: /v1/completions, or the chats of openai-chat")
+    group.add_argument("--model", help="default: the first that the server lists")
+    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE")
+    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
+    group.add_argument("--ignore-eos", action="store_true", help="answers of exactly their length")
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--request-timeout", type=positive, default=REQUEST_S, metavar="SECONDS")
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """What is asked."""
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--dataset-name",
+        "--workload",
+        default="random",
+        help=f"random, custom, {', '.join(WORKLOADS)}, zipf:ALPHA (default: random)",
+    )
+    group.add_argument(
+        "--dataset-path", "--trace", type=Path, help="JSONL with lengths or prompts (Mooncake's)"
+    )
+    group.add_argument("--num-prompts", type=int, help="default: 1000, or the whole file")
+    group.add_argument("--input-len", type=int, default=1024, help="of random")
+    group.add_argument("--output-len", type=int, help="of random: 128; of others: at most this")
+    group.add_argument(
+        "--max-input-len", type=int, help="scale prompts so that the workload's longest has this"
+    )
+    group.add_argument(
+        "--max-model-len", type=int, help="cut prompts that do not fit; default: the server's own"
+    )
+    group.add_argument("--tokenizer", type=Path, help="folder with the model's tokenizer.json")
+    group.add_argument("--turns", type=int, default=1, help="of each conversation")
+    group.add_argument("--turn-len", type=int, default=128, help="tokens that a later turn adds")
+    group.add_argument("--turn-delay", type=float, default=1.0, metavar="SECONDS")
+    group.add_argument(
+        "--objective",
+        type=json_object,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='of the requests in turn: {"objective": "ttft", "max_accuracy_loss": 0.01}',
+    )
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests here")
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """When it is asked."""
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--request-rate", type=rate, default=math.inf, help="requests/s (default: inf, all at once)"
+    )
+    group.add_argument(
+        "--burstiness", type=rate, default=1.0, help="1: Poisson, less: bursts, inf: evenly spaced"
+    )
+    group.add_argument("--ramp-up-strategy", choices=["linear", "exponential"])
+    group.add_argument("--ramp-up-start-rps", type=float)
+    group.add_argument("--ramp-up-end-rps", type=float)
+    group.add_argument("--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace")
+    group.add_argument(
+        "--max-concurrency",
+        type=int,
+        help="requests at once; with no rate, a closed loop of so many users",
+    )
+    group.add_argument("--num-warmups", type=int, default=0, help="requests before, not counted")
+    group.add_argument("--max-duration", type=positive, metavar="SECONDS", help="stop then")
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """What is reported."""
+    group = parser.add_argument_group("results")
+    group.add_argument("--goodput", nargs="+", default=[], metavar="ttft|tpot|e2el:MS")
+    group.add_argument(
+        "--percentile-metrics", type=metrics, default=tuple(LATENCIES), metavar="METRIC,METRIC"
+    )
+    group.add_argument(
+        "--metric-percentiles", type=numbers, default=DEFAULT_PERCENTILES, metavar="P,P"
+    )
+    group.add_argument(
+        "--length-buckets", type=numbers, default=DEFAULT_BUCKETS, metavar="TOKENS,TOKENS"
+    )
+    group.add_argument("--label", help="names the run in reports")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
+    group.add_argument("--save-result", action="store_true")
+    group.add_argument("--save-detailed", action="store_true", help="every gap and text as well")
+    group.add_argument("--result-dir", type=Path, default=Path())
+    group.add_argument("--result-filename")
+    group.add_argument("--disable-tqdm", "--quiet", action="store_true", help="no progress line")
+
+
+def headers(arguments: argparse.Namespace) -> Mapping[str, str]:
+    """Of every request; the key of the environment unless there is another."""
+    given = pairs(arguments.header)
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key and not any(name.lower() == "authorization" for name in given):
+        given["Authorization"] = f"Bearer {key}"
+    return given
+
+
+def pairs(words: list[str]) -> dict[str, str]:
+    """Of `NAME=VALUE`."""
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def rate(text: str) -> float:
+    """A number above 0, or inf."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("expected a number above 0")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = rate(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError("expected a finite number")
+    return value
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Of `50,90,99`."""
+    return tuple(map(float, text.split(",")))
+
+
+def metrics(text: str) -> tuple[str, ...]:
+    """Of `ttft,itl`."""
+    names = tuple(text.split(","))
+    if wrong := [name for name in names if name not in LATENCIES]:
+        raise argparse.ArgumentTypeError(
+            f"unknown metric '{wrong[0]}'{nearest(wrong[0], LATENCIES)}"
+        )
+    return names
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Of JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("expected a JSON object")
+    return value

@@ -1,0 +1,205 @@
+"""The result of a run: one JSON object, written by load tests, the simulator and benchmarks.
+
+`schema.json` beside this file describes it; `docs/load-testing.md` explains it. Field names are
+those of `vllm bench serve --save-detailed` where it has the field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import csps
+from csps.loadgen.results.record import RequestRecord
+from csps.loadgen.results.series import series
+from csps.loadgen.results.slo import Slo
+from csps.loadgen.results.statistics import (
+    DEFAULT_BUCKETS,
+    DEFAULT_PERCENTILES,
+    LATENCIES,
+    by_input_length,
+    itl_quantiles_ms,
+    latency_fields,
+    normalized_fields,
+    peak_concurrency,
+)
+
+SCHEMA = "csps.results"
+SCHEMA_VERSION = 1
+"""Counts up when a field changes its meaning or goes; new fields do not change it."""
+LATE_S = 0.01
+"""A request that was sent later than this behind its schedule counts as late."""
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was run, for those who read its numbers later."""
+
+    kind: Literal["live", "simulated"]
+    label: str
+    """Names it in a report."""
+    model_id: str = ""
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    duration_s: float | None = None
+    """None: until the last request finished."""
+    slo: Slo = field(default_factory=Slo)
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES
+    metrics: Sequence[str] = tuple(LATENCIES)
+    """Whose percentiles are reported; means of all are."""
+    length_buckets: Sequence[int] = DEFAULT_BUCKETS
+    detailed: bool = False
+    """Every gap and every text, besides the columns of requests."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """More fields: workload, server, machine, what the user wants noted."""
+
+
+def summarize(records: Sequence[RequestRecord], run: Run) -> Result:
+    """All that is known of a run; `records` are in the order of their scheduled starts.
+
+    Rates are over the whole duration. Shares (within SLO, right answers) are of all requests that
+    could count, so that failing fast does not make a server look better.
+    """
+    last_s = max((it.finished_ns for it in records), default=0) / 1e9
+    duration_s = last_s if run.duration_s is None else run.duration_s
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "csps_version": csps.__version__,
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "kind": run.kind,
+        "label": run.label,
+        "model_id": run.model_id,
+        "num_prompts": len(records),
+        "request_rate": _finite(run.request_rate),
+        "burstiness": _finite(run.burstiness),
+        "max_concurrency": run.max_concurrency,
+        **run.facts,
+        "duration": round(duration_s, 6),
+        **_counts(records),
+        **_rates(records, run.slo, duration_s),
+        **latency_fields(records, run.percentiles, run.metrics),
+        **normalized_fields(records),
+        "by_input_length": [
+            {"input_length": name, **_part(part, run)}
+            for name, part in by_input_length(records, run.length_buckets)
+        ],
+        "by_objective": [
+            {"objective": label, **_part(part, run), **_kept(part)}
+            for label, part in _by_objective(records).items()
+        ],
+        "series": series(records, duration_s),
+        "itl_quantiles_ms": itl_quantiles_ms(records),
+        **_columns(records),
+        **(_details(records) if run.detailed else {}),
+    }
+
+
+def _counts(records: Sequence[RequestRecord]) -> Result:
+    statuses = Counter(it.status for it in records)
+    done = [it for it in records if it.completed]
+    checked = [it.correct for it in done if it.correct is not None]
+    return {
+        "completed": statuses["completed"],
+        "failed": statuses["failed"],
+        "cancelled": statuses["cancelled"],
+        "late": sum(it.late_s > LATE_S for it in records),
+        "failed_by_reason": _reasons(records),
+        "total_input": sum(it.input_tokens for it in done),
+        "total_output": sum(it.output_tokens for it in done),
+        "checked": len(checked),
+        "accuracy": round(sum(checked) / len(checked), 6) if checked else None,
+    }
+
+
+def _reasons(records: Sequence[RequestRecord]) -> dict[str, int]:
+    """Without what servers say about single requests, or every one would have its own reason."""
+    return dict(Counter(it.error.partition(":")[0] for it in records if not it.completed))
+
+
+def _rates(records: Sequence[RequestRecord], slo: Slo, duration_s: float) -> Result:
+    done = [it for it in records if it.completed]
+    tokens_in, tokens_out = (
+        sum(getattr(it, name) for it in done) for name in ("input_tokens", "output_tokens")
+    )
+    rates = {
+        "request_throughput": len(done),
+        "output_throughput": tokens_out,
+        "total_token_throughput": tokens_in + tokens_out,
+    }
+    if slo:
+        rates["request_goodput"] = sum(map(slo.met_by, records))
+    per_second = 1 / duration_s if duration_s > 0 else 0.0
+    return {
+        **{name: round(count * per_second, 6) for name, count in rates.items()},
+        "slo": {name: bound for name, bound in vars(slo).items() if bound is not None},
+        "slo_attainment": round(slo.share(records), 6) if slo else None,
+        "max_concurrent_requests": peak_concurrency(records),
+    }
+
+
+def _part(records: Sequence[RequestRecord], run: Run) -> Result:
+    """Of some of the requests."""
+    counts = _counts(records)
+    return {
+        "num_prompts": len(records),
+        **{name: counts[name] for name in ("completed", "failed", "cancelled", "accuracy")},
+        "slo_attainment": round(run.slo.share(records), 6) if run.slo else None,
+        **latency_fields(records, run.percentiles, run.metrics),
+    }
+
+
+def _by_objective(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    parts: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        if record.objective is not None:
+            parts.setdefault(record.objective.label, []).append(record)
+    return parts
+
+
+def _kept(records: Sequence[RequestRecord]) -> Result:
+    """Whether the bounds on TTFT that requests gave themselves were met."""
+    objective = records[0].objective
+    assert objective is not None
+    bound = Slo(ttft=objective.max_ttft_ms)
+    return {"ttft_bound_met": round(bound.share(records), 6) if bound else None}
+
+
+def _columns(records: Sequence[RequestRecord]) -> Result:
+    """A number for each request; seconds, as in vLLM, null where it has none."""
+
+    def seconds(name: str) -> list[float | None]:
+        values = [getattr(it, name) if it.completed else None for it in records]
+        return [None if value is None else round(value, 7) for value in values]
+
+    return {
+        "start_times": [round(it.scheduled_ns / 1e9, 7) for it in records],
+        "lateness": [round(it.late_s, 7) for it in records],
+        "ttfts": seconds("ttft_s"),
+        "tpots": seconds("tpot_s"),
+        "e2els": seconds("e2el_s"),
+        "input_lens": [it.input_tokens for it in records],
+        "output_lens": [it.output_tokens for it in records],
+        "statuses": [it.status for it in records],
+        "errors": [it.error for it in records],
+        "correct": [it.correct for it in records],
+    }
+
+
+def _details(records: Sequence[RequestRecord]) -> Result:
+    return {
+        "itls": [[round(gap, 7) for gap in it.itl_s] for it in records],
+        "generated_texts": [it.text for it in records],
+    }
+
+
+def _finite(rate: float) -> float | str:
+    """JSON has no infinity; vLLM writes it as a word."""
+    return "inf" if math.isinf(rate) else rate

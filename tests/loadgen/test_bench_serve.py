@@ -1,0 +1,197 @@
+"""`csps bench serve` as a user types it, against a server that stamps its own writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from csps.cli import main
+from csps.loadgen.results.files import read_result
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "loadgen" / "results" / "schema.json").read_text())
+TTFT_MS, ITL_MS = 200, 20
+
+
+@pytest.fixture(scope="module")
+def planted() -> Iterator[str]:
+    """Base URL of a server in a process of its own."""
+    program = [sys.executable, str(ROOT / "benchmarks" / "planted_server.py")]
+    delays = ["--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS)]
+    with subprocess.Popen([*program, *delays], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def bench(planted: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The result, and the stamps of the server by request id."""
+    httpx.get(f"{planted}/stamps")
+    saved = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    fixed = ["--base-url", planted, "--disable-tqdm", *saved]
+    assert main(["bench", "serve", *fixed, *words]) == 0
+    stamps = httpx.get(f"{planted}/stamps").json()
+    return read_result(tmp_path / "r.json"), stamps
+
+
+def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path) -> None:
+    """How near they are is measured by benchmarks/load_generator.py; here nothing may be early,
+    and half of the requests no later than a tenth."""
+    words = ["--num-prompts", "150", "--request-rate", "100", "--input-len", "40"]
+    result, stamps = bench(planted, tmp_path, *words, "--output-len", "8", "--save-detailed")
+    jsonschema.validate(result, SCHEMA)
+    assert result["completed"] == 150
+    by_id = {it["id"]: it for it in stamps}
+    mine: list[float] = []
+    theirs: list[float] = []
+    for number, ttft in enumerate(result["ttfts"]):
+        stamp = by_id[f"bench-{number}"]
+        mine.append(ttft)
+        theirs.append((stamp["written"][0] - stamp["received"]) / 1e9)
+        gaps = [b - a for a, b in zip(stamp["written"], stamp["written"][1:], strict=False)]
+        assert len(result["itls"][number]) == len(gaps) == 7
+    assert all(client > server for client, server in zip(mine, theirs, strict=True))
+    assert median(mine) == pytest.approx(median(theirs), rel=0.1)
+    spans = [(it["written"][-1] - it["written"][0]) / 7e6 for it in stamps]
+    assert result["mean_itl_ms"] == pytest.approx(fmean(spans), rel=0.1)
+    assert result["output_lens"] == [8] * 150
+
+
+def test_goodput_is_that_of_the_servers_own_stamps(planted: str, tmp_path: Path) -> None:
+    words = ["--num-prompts", "100", "--request-rate", "100", "--output-len", "4"]
+    result, stamps = bench(planted, tmp_path, *words, "--goodput", f"ttft:{TTFT_MS}")
+    good = [it["written"][0] - it["received"] <= TTFT_MS * 1e6 for it in stamps]
+    assert 0.2 < fmean(good) < 0.8
+    # Those within 2 ms of the bound may fall on either side.
+    assert result["slo_attainment"] <= fmean(good) + 1e-9
+    assert result["slo_attainment"] > fmean(good) - 0.2
+    seconds = result["duration"]
+    assert result["request_goodput"] == pytest.approx(100 * result["slo_attainment"] / seconds)
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_the_official_client_reads_the_same(planted: str, tmp_path: Path, backend: str) -> None:
+    words = ["--backend", backend, "--num-prompts", "2", "--output-len", "5", "--save-detailed"]
+    result, _ = bench(planted, tmp_path, *words)
+    client = openai.OpenAI(base_url=f"{planted}/v1", api_key="none")
+    if backend == "openai":
+        told = client.completions.create(model="planted", prompt="x", max_tokens=5, stream=True)
+        texts = [it.choices[0].text for it in told if it.choices]
+    else:
+        said = client.chat.completions.create(
+            model="planted",
+            messages=[{"role": "user", "content": "x"}],
+            max_completion_tokens=5,
+            stream=True,
+        )
+        texts = [it.choices[0].delta.content or "" for it in said if it.choices]
+    assert len(texts) == 5
+    text = "".join(texts)
+    assert result["generated_texts"] == [text, text]
+    assert result["output_lens"] == [5, 5]
+
+
+def test_a_closed_loop_and_a_trace(planted: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    words = ["--dataset-name", "mixed", "--max-input-len", "512", "--output-len", "4"]
+    closed, _ = bench(
+        planted, tmp_path, *words, "--num-prompts", "12", "--max-concurrency", "4",
+        "--save-trace", str(trace),
+    )  # fmt: skip
+    assert closed["loop"] == "closed"
+    assert closed["max_concurrent_requests"] == 4
+    again, _ = bench(planted, tmp_path, "--dataset-path", str(trace), "--request-rate", "50")
+    assert again["loop"] == "open"
+    assert sorted(again["input_lens"]) == sorted(closed["input_lens"])
+    assert again["workload"] == "trace.jsonl"
+
+
+def test_warm_ups_are_not_counted(planted: str, tmp_path: Path) -> None:
+    words = ["--num-prompts", "3", "--output-len", "2", "--num-warmups", "2"]
+    result, stamps = bench(planted, tmp_path, *words)
+    assert result["num_prompts"] == 3
+    assert len(stamps) == 5
+
+
+def test_a_time_limit_ends_the_run_not_the_report(planted: str, tmp_path: Path) -> None:
+    words = ["--num-prompts", "1000", "--request-rate", "20", "--output-len", "2"]
+    result, _ = bench(planted, tmp_path, *words, "--max-duration", "1")
+    assert 0 < result["completed"] < 60
+    assert result["cancelled"] > 0
+    assert result["num_prompts"] + result["not_sent"] == 1000
+
+
+def test_objectives_are_reported_apart(planted: str, tmp_path: Path) -> None:
+    objectives = ['{"objective": "ttft", "max_accuracy_loss": 0.01}', '{"max_ttft_ms": 5000}']
+    words = [word for it in objectives for word in ("--objective", it)]
+    result, _ = bench(planted, tmp_path, "--num-prompts", "4", "--output-len", "2", *words)
+    parts = {it["objective"]: it for it in result["by_objective"]}
+    assert {name: it["num_prompts"] for name, it in parts.items()} == {
+        "ttft max_accuracy_loss=0.01": 2,
+        "default max_ttft_ms=5000": 2,
+    }
+    assert parts["default max_ttft_ms=5000"]["ttft_bound_met"] == 1
+
+
+def test_metadata_and_label_are_in_the_result(planted: str, tmp_path: Path) -> None:
+    words = ["--num-prompts", "1", "--output-len", "1", "--label", "mine", "--metadata", "gpu=none"]
+    result, _ = bench(planted, tmp_path, *words)
+    assert (result["label"], result["gpu"], result["model_id"]) == ("mine", "none", "planted")
+    assert "mean_tpot_ms" not in result
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "other"], "no model 'other'; it serves planted"),
+        (["--goodput", "ttft"], "ttft:MILLISECONDS"),
+        (["--dataset-name", "mixd"], "did you mean 'mixed'"),
+        (["--dataset-name", "custom"], "--dataset-path"),
+        (["--dataset-path", "/nowhere"], "/nowhere"),
+        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
+        (["--objective", '{"goal": 1}'], "--objective"),
+        (["--tokenizer", "/nowhere"], "no tokenizer.json"),
+        (["--max-model-len", "100", "--output-len", "200"], "do not fit"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    planted: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", "--base-url", planted, "--num-prompts", "2", *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 1
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9: no connection" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--request-rate", "0"],
+        ["--extra-body", "["],
+        ["--extra-body", "1"],
+        ["--percentile-metrics", "ttft,tpit"],
+        ["--max-duration", "inf"],
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", *words])

@@ -1,0 +1,288 @@
+"""The streaming client against servers that answer well, badly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from raw_server import (
+    END,
+    STREAM,
+    RawServer,
+    Reply,
+    answer_ok,
+    chunked,
+    event,
+    raw_server,
+    text_events,
+    whole,
+)
+
+from csps.loadgen.bench.load import Load
+from csps.loadgen.client.answer import Answer
+from csps.loadgen.client.api import Api, Said
+from csps.loadgen.client.asker import Asker
+from csps.loadgen.client.server import Server
+from csps.loadgen.results.record import RequestRecord
+from csps.loadgen.workloads.request import Objective, Request
+from csps.protocols.errors import ConfigError
+
+
+def request(**fields: Any) -> Request:
+    values = {"arrival_ns": 0, "input_length": 5, "output_length": 3, "prompt": "x y z"}
+    return Request(**(values | fields))
+
+
+@asynccontextmanager
+async def asking(reply: Reply, **options: Any) -> AsyncIterator[tuple[RawServer, Asker]]:
+    """A server and somebody who asks it."""
+    api = Api(model="raw", **options.pop("api", {}))
+    async with raw_server(reply) as server:
+        client = Server(server.url)
+        try:
+            yield server, Asker(client, api, **options)
+        finally:
+            client.close()
+
+
+async def ask_once(reply: Reply, **options: Any) -> RequestRecord:
+    async with asking(reply, **options) as (_, asker):
+        await Load(asker, [request()]).run()
+        (record,) = asker.records
+        return record
+
+
+@given(cuts=st.lists(st.integers(0, 10_000), max_size=30), newline=st.sampled_from(["\n", "\r\n"]))
+def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
+    body = b"".join([b": still working\n\n", *text_events(" é", "", " b", "\n")])
+    body = body.replace(b"\n", newline.encode())
+    answer = Answer()
+    edges = sorted({0, len(body), *(cut % len(body) for cut in cuts)})
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        answer.feed(body[start:stop], number)
+    answer.finish(200, len(edges))
+    assert (answer.text, answer.error) == (" é b\n", "")
+    assert len(answer.chunk_ns) == 3  # the empty one is no token that anybody sees
+    assert answer.chunk_ns == sorted(answer.chunk_ns)
+    assert answer.usage["completion_tokens"] == 4
+
+
+async def test_a_good_answer() -> None:
+    record = await ask_once(answer_ok)
+    assert record.completed
+    assert record.text == " a b c"
+    assert (record.input_tokens, record.output_tokens, len(record.chunk_ns)) == (7, 3, 3)
+
+
+async def test_an_answer_that_is_only_an_end_counts_from_its_end() -> None:
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunked(*text_events("")) + END)
+
+    record = await ask_once(reply)
+    assert record.completed
+    assert len(record.chunk_ns) == 1
+
+
+async def test_a_whole_answer_that_ends_with_the_connection() -> None:
+    """As servers without streaming, or of HTTP/1.0, answer."""
+
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        choice = {"message": {"content": "done"}, "finish_reason": "stop"}
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + json.dumps({"choices": [choice]}).encode())
+        writer.close()
+
+    record = await ask_once(reply)
+    assert (record.status, record.text, record.error) == ("completed", "done", "")
+
+
+def _writes(data: bytes, *, close: bool = False) -> Reply:
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        if close:
+            writer.close()
+
+    return reply
+
+
+_REFUSED = whole({"error": {"message": "too many", "code": "queue_full"}}, "429 Too Many Requests")
+_BROKEN = event({"choices": [{"text": " a"}]}), event({"error": {"message": "gang lost"}})
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        (_writes(_REFUSED), "HTTP 429: too many"),
+        (_writes(b"HTTP/1.1 502 Bad\r\nContent-Length: 4\r\n\r\nnope"), "HTTP 502: nope"),
+        (_writes(STREAM + chunked(*_BROKEN) + END), "error event: gang lost"),
+        (_writes(STREAM + chunked(event({"choices": [{"text": "a"}]})) + END), "ended early"),
+        (_writes(STREAM + chunked(event({"choices": []}), event("[DONE]")) + END), "ended early"),
+        (_writes(STREAM + chunked(event("[1]")) + END), "not a completion"),
+        (_writes(STREAM + chunked(event("{")) + END), "not a completion"),
+        (_writes(STREAM + chunked(b"data: {"), close=True), "the server hung up"),
+        (_writes(b"", close=True), "the server hung up"),
+        (_writes(b"SSH-2.0-OpenSSH_9.6\r\n"), "does not speak HTTP"),
+    ],
+)
+async def test_a_bad_answer_is_a_failure_with_a_reason(reply: Reply, error: str) -> None:
+    record = await ask_once(reply)
+    assert record.status == "failed"
+    assert error in record.error
+
+
+async def test_no_server_is_a_failure() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        asker = Asker(Server(f"127.0.0.1:{probe.getsockname()[1]}"), Api(model="x"))
+        await Load(asker, [request()]).run()
+    assert "no connection" in asker.records[0].error
+
+
+async def test_a_slow_answer_is_a_failure_and_is_hung_up_on() -> None:
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM)
+
+    async with asking(reply, request_timeout_s=0.05) as (server, asker):
+        await Load(asker, [request()]).run()
+        assert asker.records[0].error == "no answer within 0.05 s"
+        async with asyncio.timeout(10):
+            await server.hung_up.wait()
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "//"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no http or https address"):
+        Server(url)
+
+
+async def test_connections_are_used_again() -> None:
+    async with asking(answer_ok) as (server, asker):
+        await Load(asker, [request()] * 20, users=2).run()
+        assert asker.counts.completed == 20
+        assert asker._server.connections <= 2
+        assert len(server.bodies) == 20
+
+
+async def test_a_closed_loop_keeps_its_users_busy() -> None:
+    running: list[int] = []
+
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        running.append(asker.counts.running)
+        await answer_ok(body, writer)
+
+    async with asking(reply) as (_, asker):
+        await Load(asker, [request()] * 30, users=3).run()
+    assert asker.counts.completed == 30
+    assert max(running) == 3
+
+
+async def test_requests_wait_for_a_place_and_their_latency_counts_it() -> None:
+    """No coordinated omission: all are due at once, one at a time is served."""
+    served: list[asyncio.StreamWriter] = []
+
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        assert asker.counts.running == 1
+        served.append(writer)
+        await answer_ok(body, writer)
+
+    async with asking(reply, max_concurrency=1) as (_, asker):
+        await Load(asker, [request()] * 10).run()
+    records = sorted(asker.records, key=lambda it: it.sent_ns)
+    assert len(served) == 10
+    for before, after in pairwise(records):
+        assert after.sent_ns >= before.chunk_ns[-1]
+        # From its schedule, which is the same for all, not from when it was sent.
+        assert after.scheduled_ns == before.scheduled_ns == 0
+        assert after.ttft_s * 1e9 == after.chunk_ns[0]
+        assert after.ttft_s > before.e2el_s
+
+
+async def test_open_loop_requests_leave_at_their_times() -> None:
+    due = [request(arrival_ns=n * 20_000_000) for n in range(10)]
+    async with asking(answer_ok) as (_, asker):
+        await Load(asker, due).run()
+    for record, it in zip(sorted(asker.records, key=lambda r: r.sent_ns), due, strict=True):
+        assert record.sent_ns >= it.arrival_ns - 500_000
+        assert record.scheduled_ns == min(it.arrival_ns, record.sent_ns)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_turn_follows_the_answer_to_the_one_before(chat: bool) -> None:
+    endpoint = "/v1/chat/completions" if chat else "/v1/completions"
+    turns = [request(conversation="c", prompt=f"p{n}", delay_ns=n * 1_000_000) for n in range(3)]
+    async with asking(answer_ok, api={"endpoint": endpoint}) as (server, asker):
+        await Load(asker, turns).run()
+    assert all(endpoint in head for head in server.heads)
+    if chat:
+        assert [it["content"] for it in server.bodies[2]["messages"]] == [
+            "p0", " a b c", "p1", " a b c", "p2",
+        ]  # fmt: skip
+    else:
+        assert server.bodies[2]["prompt"] == "p0 a b c\np1 a b c\np2"
+    for before, after in pairwise(asker.records):
+        assert after.sent_ns >= before.chunk_ns[-1] + 500_000
+
+
+async def test_a_conversation_ends_with_a_failed_turn() -> None:
+    turns = [request(conversation="c")] * 3
+    async with asking(_writes(_REFUSED)) as (server, asker):
+        await Load(asker, turns).run()
+    assert len(server.bodies) == 1
+    assert [it.status for it in asker.records] == ["failed", "cancelled", "cancelled"]
+    assert asker.records[1].error == "the turn before failed"
+
+
+async def test_stopping_withdraws_what_runs_and_sends_no_more() -> None:
+    async def reply(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + chunked(event({"choices": [{"text": " a"}]})))
+        if len(server.bodies) == 2:
+            load.stop()
+
+    async with asking(reply) as (server, asker):
+        load = Load(asker, [request(), request(), request(arrival_ns=10**12)])
+        await load.run()
+        async with asyncio.timeout(10):
+            await server.hung_up.wait()
+    assert [it.status for it in asker.records] == ["cancelled", "cancelled"]
+    assert asker.counts.cancelled == 2
+    assert asker.counts.running == 0
+
+
+async def test_what_is_asked_is_what_the_options_say() -> None:
+    api = {"ignore_eos": True, "temperature": None, "extra_body": {"top_k": 5}}
+    objective = Objective(objective="ttft", max_accuracy_loss=0.01)
+    async with asking(answer_ok, api=api) as (server, asker):
+        await Load(asker, [request(objective=objective)]).run()
+    assert server.bodies[0] == {
+        "model": "raw",
+        "prompt": "x y z",
+        "max_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "csps": {"objective": "ttft", "max_accuracy_loss": 0.01},
+        "top_k": 5,
+    }
+    assert "x-request-id: bench-0\r\n" in server.heads[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "ignore_eos", "right"),
+    [("a b c", False, True), ("a b", False, False), ("a b", True, True), ("b", True, False)],
+)
+async def test_answers_are_checked(answer: str, ignore_eos: bool, right: bool) -> None:
+    async with asking(answer_ok, api={"ignore_eos": ignore_eos}) as (_, asker):
+        await Load(asker, [request(answer=answer), request()]).run()
+    assert [it.correct for it in asker.records] == [right, None]
+
+
+def test_what_was_said_of_nothing_is_nothing() -> None:
+    assert Said().text == ""
+    assert Said().messages("hello") == [{"role": "user", "content": "hello"}]
