@@ -1,7 +1,8 @@
 """What the scheduler wants done. An executor carries commands out in the order given.
 
 The ledger is authoritative: `Reserve` and `RunStep` of a plan leave together, a rank that refuses
-one is a fault (`events.Failed`).
+one is a fault (`events.Failed`). A command may name a request that a later event of the same batch
+has ended; there is nothing to do for it then.
 """
 
 from __future__ import annotations

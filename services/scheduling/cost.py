@@ -1,0 +1,245 @@
+"""What a step costs on a group, and which strategy makes it cheapest there.
+
+Loss of accuracy and time both depend on the group, so a policy that compares groups compares each
+at its own cheapest allowed strategy. A table answers: latency models for the times, and for every
+class of requests, group shape and bucket of lengths the strategies that the class allows there.
+A bucket that nobody has filled in is *cold*: it answers exact attention and is remembered, so that
+the configurator can fill it in the background; the next table is put in force by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+from csps.protocols.topology import Location
+
+EXACT = "exact"
+"""The class of requests that allow exact attention only."""
+EXACT_STRATEGY = "ulysses"
+QUANTUM_NS = 1_000
+"""Predictions are multiples of it, so that noise in their last digits decides nothing."""
+MAX_COLD = 4_096
+"""Cold buckets that are remembered at a time."""
+
+
+class GroupShape(NamedTuple):
+    """What the cost of a step depends on, of the group that computes it."""
+
+    servers: tuple[int, ...]
+    """Instances on each server, in topology order."""
+    tp: int = 1
+    """Ranks of each instance."""
+
+    @property
+    def sp(self) -> int:
+        """Instances of the group."""
+        return sum(self.servers)
+
+
+class Bucket(NamedTuple):
+    """Requests for which the same strategies are allowed on groups of one shape."""
+
+    cls: str
+    shape: GroupShape
+    exponent: int
+    """Lengths in [2^exponent, 2^(exponent + 1))."""
+
+
+class Allowed(NamedTuple):
+    """A strategy that meets the bounds of a class in a bucket."""
+
+    strategy: str
+    permille: int = 1000
+    """Its time in thousandths of what the latency model says."""
+
+
+class Choice(NamedTuple):
+    """The cheapest allowed strategy."""
+
+    time_ns: int
+    strategy: str
+    cold: bool = False
+    """Nobody has filled in the bucket."""
+
+
+class StepTimes(Protocol):
+    """Time of a step on groups of one shape (Tetris Eq. 1)."""
+
+    def predict_ns(self, length: int, history: int = 0) -> int:
+        """Of a step with one piece."""
+        ...
+
+
+class IterationTimes(Protocol):
+    """Time of a decode iteration on groups of one shape."""
+
+    def predict_ns(self, batch: int, context: int) -> int:
+        """Of `batch` requests that attend to `context` tokens together."""
+        ...
+
+
+class Latencies(Protocol):
+    """Latency models of one machine and model (`latency.LatencyTable`)."""
+
+    @property
+    def digest(self) -> str:
+        """Equal models, equal digests."""
+        ...
+
+    def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepTimes:
+        """Of groups of `sp` instances; raises ConfigError for a strategy not measured."""
+        ...
+
+    def iteration(self, sp: int, tp: int = 1) -> IterationTimes:
+        """Of decode groups of `sp` instances; raises ConfigError if not measured."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Latency models and strategies; its digest names it in logs and in `Calibrated`."""
+
+    latencies: Latencies
+    buckets: Mapping[Bucket, tuple[Allowed, ...]] = field(default_factory=dict)
+
+    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
+        """The cheapest strategy that a class allows for `length` tokens after `history`."""
+        allowed = self._allowed(cls, shape, length)
+        if allowed is None:
+            time_ns = self._time_ns(Allowed(EXACT_STRATEGY), shape, history, length)
+            return Choice(time_ns, EXACT_STRATEGY, cold=True)
+        if len(allowed) == 1:
+            (only,) = allowed
+            return Choice(self._time_ns(only, shape, history, length), only.strategy)
+        return min(Choice(self._time_ns(it, shape, history, length), it.strategy) for it in allowed)
+
+    def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
+        """Time of a decode iteration."""
+        return _quantised(self.latencies.iteration(sp, tp).predict_ns(batch, context))
+
+    def _allowed(self, cls: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
+        if cls == EXACT:
+            return _EXACT
+        by_hand, slash, _ = cls.partition("/")
+        if slash:
+            return (Allowed(by_hand),)
+        return self.buckets.get(Bucket(cls, shape, length.bit_length() - 1))
+
+    def _time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
+        key = (shape, allowed.strategy)
+        times = self._found.get(key)
+        if times is None:
+            times = self._found[key] = self._times(shape, allowed.strategy)
+        return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
+
+    def _times(self, shape: GroupShape, strategy: str) -> StepTimes:
+        try:
+            return self.latencies.step(shape.sp, shape.tp, strategy)
+        except ValueError:  # not measured: what exact attention costs
+            return self.latencies.step(shape.sp, shape.tp)
+
+    @cached_property
+    def _found(self) -> dict[tuple[GroupShape, str], StepTimes]:
+        return {}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal."""
+        lines = sorted(f"{bucket} {allowed}" for bucket, allowed in self.buckets.items())
+        text = "\n".join([self.latencies.digest, *lines])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Costs:
+    """The table in force.
+
+    Args:
+        table: to begin with.
+        store: tables by digest. A digest is looked up there when `Calibrated` names it.
+    """
+
+    def __init__(self, table: CostTable, store: Mapping[str, CostTable] | None = None) -> None:
+        self.table = table
+        self._store = store if store is not None else {}
+        self._cold: dict[Bucket, None] = {}
+
+    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
+        """`CostTable.best`; a cold bucket is remembered."""
+        choice = self.table.best(cls, shape, history, length)
+        if choice.cold and len(self._cold) < MAX_COLD:
+            self._cold[Bucket(cls, shape, length.bit_length() - 1)] = None
+        return choice
+
+    def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
+        """`CostTable.iteration_ns`."""
+        return self.table.iteration_ns(sp, tp, batch, context)
+
+    def use(self, digest: str) -> None:
+        """Put another table of the store in force."""
+        self.table = self._store[digest]
+
+    def cold(self) -> list[Bucket]:
+        """Buckets that were asked for in vain since the last call."""
+        asked, self._cold = list(self._cold), {}
+        return asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmeasured:
+    """Latencies for a server that has measured none: the work of a token, shared by the group."""
+
+    step_ns: int = 5_000_000
+    token_ns: int = 100_000
+    pair_ns: int = 10
+    """For each pair of tokens."""
+    iteration_time_ns: int = 20_000_000
+
+    @property
+    def digest(self) -> str:
+        """Its own notation."""
+        return repr(self)
+
+    def step(self, sp: int, tp: int = 1, strategy: str = "") -> StepTimes:
+        """The same for all strategies."""
+        return _UnmeasuredStep(self, sp * tp)
+
+    def iteration(self, sp: int, tp: int = 1) -> IterationTimes:
+        """The same for all groups."""
+        return _UnmeasuredIteration(self.iteration_time_ns)
+
+
+class _UnmeasuredStep(NamedTuple):
+    of: Unmeasured
+    ranks: int
+
+    def predict_ns(self, length: int, history: int = 0) -> int:
+        it = self.of
+        pairs = length * (length // 2 + history)
+        return it.step_ns + (length * it.token_ns + pairs * it.pair_ns) // self.ranks
+
+
+class _UnmeasuredIteration(NamedTuple):
+    time_ns: int
+
+    def predict_ns(self, batch: int, context: int) -> int:
+        return self.time_ns
+
+
+_EXACT = (Allowed(EXACT_STRATEGY),)
+
+
+def shape_of(places: Sequence[Location], tp: int) -> GroupShape:
+    """The shape of a group whose instances stand at these places, in topology order."""
+    if len(places) == 1:
+        return GroupShape((1,), tp)
+    runs = groupby(places, key=lambda place: (place.rack, place.server))
+    return GroupShape(tuple(sum(1 for _ in run) for _, run in runs), tp)
+
+
+def _quantised(time_ns: int) -> int:
+    return (time_ns + QUANTUM_NS // 2) // QUANTUM_NS * QUANTUM_NS

@@ -1,0 +1,117 @@
+"""The seam between deciding and doing: what a policy is, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.view import PairView, View
+
+
+class PlannedPiece(NamedTuple):
+    """Positions [start, start + length) of a waiting request."""
+
+    request: RequestId
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedStep:
+    """A step to be launched. Its pieces are laid end to end and cut at `bounds`."""
+
+    group: tuple[InstanceId, ...]
+    """Of one gang that may prefill, in topology order."""
+    bounds: tuple[int, ...]
+    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1])."""
+    pieces: tuple[PlannedPiece, ...]
+    strategy: str
+    predicted_ns: int
+    urgent: bool = False
+
+
+class DecodePlacement(NamedTuple):
+    """Where a request's KV goes and who draws its tokens."""
+
+    request: RequestId
+    shares: tuple[Share, ...]
+    """The prompt's KV: non-empty, in order, without gaps."""
+    master: InstanceId
+    """Slots for all tokens to come are set aside there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartPlan:
+    """Start these requests now: reserve all slots, launch all steps.
+
+    Several requests may share a step (a batch, fillers), one request may have several steps
+    (chunks, in order). The scheduler derives where the KV of earlier chunks lies.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    decode: tuple[DecodePlacement, ...]
+    """Of each request that has a piece in a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocked:
+    """There are not slots enough for a request whose turn it is. Whoever passes it from now on
+    must have ended within the bound of overtaking."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WakeAt:
+    """Ask again then, although nothing may have changed."""
+
+    at_ns: int
+
+
+Decision = StartPlan | Blocked | WakeAt
+
+
+class Trial(Protocol):
+    """What a policy could do with two gangs that have nothing else to do."""
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether it would start such a request. More tokens never fit where fewer do not."""
+        ...
+
+
+class Policy(Protocol):
+    """Decides which requests start, where, and together with which others.
+
+    A policy keeps no state between rounds: what it must remember is data of the scheduler, so that
+    router and simulator drive the same object and a log can be replayed.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in `scheduling: {policy: NAME}`."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Equal options, equal digests; in every log."""
+        ...
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        """Where a request waits. Asked again when gangs come up."""
+        ...
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """What to do now; requests in no plan go on waiting.
+
+        Asked whenever something has changed. All plans together must fit into the free slots.
+        """
+        ...
+
+    def trial(self, pair: PairView) -> Trial:
+        """Placements on a pair of gangs that have nothing to do. Admission asks it for every
+        request: what it accepts, `decide` must start at the latest when everything else ended."""
+        ...

@@ -1,0 +1,64 @@
+"""Whether the scheduler's books agree with one another."""
+
+from __future__ import annotations
+
+from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.requests import Requests
+from csps.services.scheduling.sequences import Sequences
+from csps.services.scheduling.steps import Steps
+
+
+def check_books(gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps) -> None:
+    """Assert that no slot, step, sequence or request was lost track of."""
+    _check_slots(gangs, sequences, steps)
+    _check_steps(gangs, steps)
+    _check_sequences(gangs, requests, sequences)
+    _check_line(requests)
+
+
+def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps) -> None:
+    instances = list(gangs.instances.values())
+    of_sequences, of_steps = sequences.ledger.sums(instances), steps.ledger.sums(instances)
+    for it in instances:
+        held = of_sequences[it.id] + of_steps[it.id]
+        assert held == it.used, f"entries of {it.id} sum to {held}, counted {it.used}"
+        assert 0 <= it.used <= it.capacity, f"instance {it.id} is over capacity"
+
+
+def _check_steps(gangs: Gangs, steps: Steps) -> None:
+    for step in steps.by_id.values():
+        assert step.undone, "done, but outstanding"
+        assert gangs.lives(step.gang), "a step of a dead gang"
+    for it in gangs.instances.values():
+        mine = [step for step in steps.by_id.values() if it.id in step.undone]
+        assert list(it.steps.values()) == mine, f"steps of {it.id}"
+        assert it.long_steps == sum(not step.urgent for step in mine), "long steps"
+        assert it.urgent_ns == sum(step.predicted_ns for step in mine if step.urgent), "urgent"
+
+
+def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> None:
+    everyone = list(sequences.by_id.values())
+    for sequence in everyone:
+        assert sequence.unfreed or not sequence.over, "over and free, but kept"
+        assert bool(sequence.unfreed) == (sequence.id in sequences.ledger), "slots of nobody"
+        if not sequence.over:
+            assert sequence.request.sequence is sequence, "works for a request that has another"
+            assert sequence.request.id in requests.live, "works for a request that is over"
+            assert gangs.lives(sequence.decode), "decoded by a dead gang"
+    assert len(sequences.ledger) == sum(bool(it.unfreed) for it in everyone), "slots of nobody"
+    for gang in gangs.by_id.values():
+        mastered = [it for it in everyone if it.master.gang is gang and it.master.id in it.unfreed]
+        assert gang.mastered == len(mastered), "size of a decode group"
+        assert gang.mastered == sum(it.mastered for it in gang.instances), "masters"
+
+
+def _check_line(requests: Requests) -> None:
+    waiting = [it for it in requests.live.values() if it.waiting]
+    assert requests.admission.waiting == len(waiting), "length of the line"
+    tokens = sum(it.prompt_tokens + it.output_tokens for it in waiting)
+    assert requests.admission.waiting_tokens == tokens, "tokens of the line"
+    for request in requests.live.values():
+        assert request.waiting == (request.sequence is None), "neither waiting nor running"
+    for request in requests.queue.everyone():
+        assert requests.live.get(request.id) is request, "waits, but is over"
+        assert request.waiting, "waits and runs"

@@ -1,0 +1,230 @@
+"""What the scheduler keeps: requests, sequences, steps, gangs and their instances.
+
+These objects change while events are handled. Policies get them as the read-only protocols of
+`view.py`. They have no rules of their own: who may change what is said where it is changed.
+
+Times are integer nanoseconds, sizes tokens; one token occupies one KV slot of an instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Literal
+
+from csps.protocols.topology import Location
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.events import GangUp, InstanceUp
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
+from csps.services.scheduling.ids import instance_id as numbered_instance
+
+Line = Literal["urgent", "long"]
+"""Where a request waits. An urgent one may be computed inside a step that is not."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Instance:
+    """One copy of the weights."""
+
+    id: InstanceId
+    gang: Gang
+    place: Location
+    order: int
+    """Rank of its place among those of the gang: neighbours are near each other (CSPS §3.2)."""
+    capacity: int
+    """KV slots."""
+    used: int = 0
+    """Slots taken or promised (`ledger.py`)."""
+    mastered: int = 0
+    """Sequences that draw here, landing ones included."""
+    steps: dict[StepId, Step] = field(default_factory=dict)
+    """Outstanding ones, in the order of their launch."""
+    long_steps: int = 0
+    """Those of them that are not urgent."""
+    urgent_ns: int = 0
+    """Predicted time of those of them that are urgent."""
+    overtaken_ns: int = 0
+    """Predicted time of urgent steps that were given to it since it has long ones."""
+    free_at_ns: int = 0
+    """When the outstanding steps will have been computed, as predicted; may be in the past."""
+    heard_ns: int = 0
+    """Last sign of life."""
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nobody was promised."""
+        return self.capacity - self.used
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Gang:
+    """What lives and dies together."""
+
+    id: GangId
+    may_prefill: bool
+    may_decode: bool
+    tp: int
+    max_positions: int
+    instances: tuple[Instance, ...] = ()
+    largest: int = 0
+    """KV slots of the instance that has most."""
+    mastered: int = 0
+    """Sequences that its instances draw."""
+    iteration_ns: int = 0
+    """Measured time from one token of a sequence to the next; 0 before the first answer."""
+    owing: dict[SequenceId, int] = field(default_factory=dict)
+    """Sequences that it owes tokens or slots, and since when; in that order."""
+    resetting: bool = False
+    """A `ResetGang` was sent: nothing is started here any more."""
+
+    @property
+    def role(self) -> str:
+        """For messages."""
+        if self.may_prefill and self.may_decode:
+            return "elastic"
+        return "prefill" if self.may_prefill else "decode"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A gang that prefills and one that decodes, with a connection for KV between them."""
+
+    prefill: Gang
+    decode: Gang
+
+    @property
+    def max_positions(self) -> int:
+        """Longest prompt and answer together."""
+        return min(self.prefill.max_positions, self.decode.max_positions)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """An admitted request that has not ended."""
+
+    id: RequestId
+    cls: str
+    prompt_tokens: int
+    """To be prefilled: the client's prompt, and what was drawn before a fault."""
+    output_tokens: int
+    """Most tokens that may still be drawn."""
+    deadline_ns: int | None
+    submitted_ns: int
+    waiting_since_ns: int
+    """When it was admitted, or came back after a fault."""
+    line: Line = "long"
+    blocked_ns: int | None = None
+    """Since when those that pass it are held against `overtaking_s`."""
+    drawn: int = 0
+    """Tokens of the answer that were delivered."""
+    attempts: int = 0
+    lone_losses: int = 0
+    """Prefill gangs that died while nobody but this request was in them."""
+    committed: bool = False
+    waiting: bool = True
+    """In the line, or in the pause before another attempt."""
+    sequence: Sequence | None = None
+    """The attempt that runs; None while the request waits."""
+
+    def draw(self, drawn: int) -> None:
+        """So many tokens were delivered by now. What was, is prompt to the next attempt."""
+        more = drawn - self.drawn
+        if more > 0:
+            self.drawn = drawn
+            self.prompt_tokens += more
+            self.output_tokens -= more
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One attempt at a request. It outlives the attempt until every instance has freed its KV."""
+
+    id: SequenceId
+    request: Request
+    prefill: Gang
+    decode: Gang
+    shares: tuple[Share, ...]
+    master: Instance
+    drawn_before: int
+    """Tokens of the answer that earlier attempts have delivered."""
+    computing: int = 0
+    """Steps that are not done on all their instances."""
+    unlanded: dict[InstanceId, int]
+    """Decode instances whose share has not landed: tokens of the share."""
+    unfreed: dict[InstanceId, None]
+    """Decode instances that hold slots, or may."""
+    first_token_ns: int | None = None
+    joined_ns: int | None = None
+    over: bool = False
+    """Works for its request no more."""
+
+    @property
+    def landed(self) -> bool:
+        """Its first token was drawn and all its KV is where it is decoded."""
+        return self.first_token_ns is not None and not self.unlanded
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Step:
+    """A step from its launch until every instance of its group is done."""
+
+    id: StepId
+    gang: Gang
+    sequences: tuple[Sequence, ...]
+    """Whose tokens it computes."""
+    urgent: bool
+    predicted_ns: int
+    launched_ns: int
+    undone: dict[InstanceId, None]
+    """Instances that have not reported."""
+    plan: tuple[Step, ...] = ()
+    """All steps of its plan, if there are others: a later chunk reads the KV of this one."""
+    delayed_ns: int = 0
+    """What urgent steps on its instances have cost it, or will: predicted, then measured."""
+    charged: dict[InstanceId, tuple[Step, ...]] = field(default_factory=dict)
+    """The steps that this one delays, if it is urgent."""
+
+
+def new_gang(event: GangUp, now_ns: int) -> Gang:
+    """A gang that holds nothing yet."""
+    gang = Gang(
+        id=event.gang,
+        may_prefill=event.may_prefill,
+        may_decode=event.may_decode,
+        tp=event.tp,
+        max_positions=event.max_positions,
+    )
+    _populate(gang, event.instances, now_ns)
+    return gang
+
+
+def idle_copy(gang: Gang) -> Gang:
+    """The same gang without anything to do."""
+    copy = Gang(
+        id=gang.id,
+        may_prefill=gang.may_prefill,
+        may_decode=gang.may_decode,
+        tp=gang.tp,
+        max_positions=gang.max_positions,
+    )
+    instances = [InstanceUp(location=str(it.place), kv_slots=it.capacity) for it in gang.instances]
+    _populate(copy, instances, 0)
+    return copy
+
+
+def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
+    places = [Location.parse(it.location) for it in instances]
+    order = sorted(range(len(places)), key=lambda index: (places[index], index))
+    gang.instances = tuple(
+        Instance(
+            id=numbered_instance(gang.id, index),
+            gang=gang,
+            place=places[index],
+            order=order.index(index),
+            capacity=it.kv_slots,
+            free_at_ns=now_ns,
+            heard_ns=now_ns,
+        )
+        for index, it in enumerate(instances)
+    )
+    gang.largest = max((it.capacity for it in gang.instances), default=0)

@@ -1,0 +1,95 @@
+"""What has to be true of a policy's decisions before any of them is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, StartPlan
+from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.ids import InstanceId, RequestId, gang_of
+from csps.services.scheduling.live_state import Pair, Request
+from csps.services.scheduling.requests import Requests
+from csps.services.scheduling.sequences import decode_slots
+
+
+class PlanChecks:
+    """Checks plans that are to be applied together: all are good, or none is applied."""
+
+    def __init__(self, gangs: Gangs, requests: Requests) -> None:
+        self._gangs, self._requests = gangs, requests
+        self._slots: dict[InstanceId, int] = {}
+        self._started: dict[RequestId, None] = {}
+
+    def check(self, plans: Iterable[StartPlan]) -> None:
+        """Assert that the plans are whole and that their slots are free."""
+        for plan in plans:
+            self._check_pair(plan)
+            for step in plan.steps:
+                self._check_step(step)
+            lengths = _computed(plan.steps)
+            assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
+            for placement in plan.decode:
+                self._check_placement(placement, lengths)
+        for instance, count in self._slots.items():
+            it = self._gangs.instances[instance]
+            assert count <= it.capacity - it.used, f"{count} slots of {it.free_slots} on {instance}"
+
+    def pair(self, plan: StartPlan) -> Pair:
+        """The gangs that a plan uses."""
+        prefill = gang_of(plan.steps[0].group[0])
+        decode = gang_of(plan.decode[0].master)
+        for pair in self._gangs.pairs:
+            if pair.prefill.id == prefill and pair.decode.id == decode:
+                return pair
+        raise AssertionError(f"gangs {prefill} and {decode} are no pair")
+
+    def _check_pair(self, plan: StartPlan) -> None:
+        pair = self.pair(plan)
+        prefill, decode = pair.prefill.id, pair.decode.id
+        assert all(gang_of(i) == prefill for it in plan.steps for i in it.group), "prefill gangs"
+        for placement in plan.decode:
+            assert gang_of(placement.master) == decode, "another gang's master"
+            assert all(gang_of(it.instance) == decode for it in placement.shares), "decode gangs"
+
+    def _check_step(self, step: PlannedStep) -> None:
+        assert len(set(step.group)) == len(step.group) == len(step.bounds) - 1, "group and bounds"
+        assert step.bounds[0] == 0, "bounds miss the first token"
+        assert step.bounds[-1] == sum(it.length for it in step.pieces), "bounds miss tokens"
+        assert step.predicted_ns >= 0, "a time before now"
+        classes = {self._waiting(it.request).cls for it in step.pieces}
+        assert len(classes) == 1, "requests of several classes in one step"
+        for instance, (start, stop) in zip(step.group, pairwise(step.bounds), strict=True):
+            assert start < stop, "an empty part"
+            self._slots[instance] = self._slots.get(instance, 0) + stop - start
+
+    def _check_placement(self, placement: DecodePlacement, lengths: dict[RequestId, int]) -> None:
+        request = self._waiting(placement.request)
+        assert request.id not in self._started, f"request {request.id} is started twice"
+        self._started[request.id] = None
+        assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"
+        position = 0
+        for share in placement.shares:
+            assert share.start == position < share.stop, "gaps in the KV"
+            position = share.stop
+        assert position == request.prompt_tokens, "KV without a place"
+        slots = decode_slots(placement.shares, placement.master, request.output_tokens)
+        for instance, count in slots.items():
+            self._slots[instance] = self._slots.get(instance, 0) + count
+
+    def _waiting(self, request: RequestId) -> Request:
+        found = self._requests.live.get(request)
+        assert found is not None, f"request {request} is over"
+        assert found.waiting, f"request {request} has a place already"
+        return found
+
+
+def _computed(steps: Iterable[PlannedStep]) -> dict[RequestId, int]:
+    """How far each request is computed; its pieces have to follow one upon another."""
+    computed: dict[RequestId, int] = {}
+    for step in steps:
+        for piece in step.pieces:
+            assert piece.start == computed.get(piece.request, 0), "pieces out of order"
+            assert piece.length > 0, "an empty piece"
+            computed[piece.request] = piece.start + piece.length
+    return computed

@@ -1,0 +1,139 @@
+"""Carrying out what the policy has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from itertools import pairwise
+
+from csps.services.scheduling.commands import Piece, Reserve, RunStep, Share
+from csps.services.scheduling.decisions import Blocked, Decision, PlannedStep, StartPlan, WakeAt
+from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.limits import DeadlineSettings
+from csps.services.scheduling.live_state import Sequence, Step
+from csps.services.scheduling.plan_checks import PlanChecks
+from csps.services.scheduling.requests import Requests
+from csps.services.scheduling.sequences import Sequences
+from csps.services.scheduling.steps import Steps
+from csps.services.scheduling.turn import Turn
+
+History = dict[RequestId, tuple[Share, ...]]
+"""Where the KV of earlier chunks lies."""
+
+
+class Plans:
+    """Turns decisions into reservations, sequences and steps."""
+
+    def __init__(
+        self,
+        *,
+        turn: Turn,
+        gangs: Gangs,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        deadlines: DeadlineSettings,
+    ) -> None:
+        self._turn, self._gangs, self._requests = turn, gangs, requests
+        self._sequences, self._steps, self._deadlines = sequences, steps, deadlines
+
+    def apply(self, decisions: Many[Decision]) -> None:
+        """Carry out all decisions of a round, after all were found to be sound."""
+        plans = [it for it in decisions if type(it) is StartPlan]
+        checks = PlanChecks(self._gangs, self._requests)
+        checks.check(plans)
+        blocked = [it.request for it in decisions if type(it) is Blocked]
+        self._requests.note_blocked(blocked)
+        wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
+        self._turn.wake_ns = min(wakes, default=None)
+        for plan in plans:
+            self._start(plan, checks)
+
+    def _start(self, plan: StartPlan, checks: PlanChecks) -> None:
+        pair = checks.pair(plan)
+        sequences: dict[RequestId, Sequence] = {}
+        for placement in plan.decode:
+            request = self._requests.live[placement.request]
+            master = self._gangs.instances[placement.master]
+            sequence = self._sequences.start(request, pair, placement.shares, master)
+            self._requests.take(request, sequence)
+            sequences[request.id] = sequence
+            self._reserve(sequence)
+        history: History = {}
+        steps = []
+        for planned in plan.steps:
+            steps.append(self._launch(planned, sequences, history))
+            if len(plan.steps) > 1:
+                _extend(history, planned)
+        if len(steps) > 1:
+            for step in steps:
+                step.plan = tuple(steps)
+
+    def _reserve(self, sequence: Sequence) -> None:
+        request, limits = sequence.request, self._deadlines
+        wait_ns = limits.reserve_ns + limits.reserve_token_ns * request.prompt_tokens
+        self._turn.emit(
+            Reserve(
+                request=request.id,
+                sequence=sequence.id,
+                prompt_tokens=request.prompt_tokens,
+                output_tokens=request.output_tokens,
+                shares=sequence.shares,
+                master=sequence.master.id,
+                deadline_ns=self._turn.now_ns + wait_ns,
+            )
+        )
+
+    def _launch(
+        self, planned: PlannedStep, sequences: dict[RequestId, Sequence], history: History
+    ) -> Step:
+        computed = [sequences[it.request] for it in planned.pieces]
+        instances = [self._gangs.instances[it] for it in planned.group]
+        step = Step(
+            id=self._gangs.next_id("step"),
+            gang=instances[0].gang,
+            sequences=tuple(computed),
+            urgent=planned.urgent,
+            predicted_ns=planned.predicted_ns,
+            launched_ns=self._turn.now_ns,
+            undone=dict.fromkeys(planned.group),
+        )
+        self._steps.launch(step, instances, _slots(planned))
+        self._turn.emit(
+            RunStep(
+                step=step.id,
+                group=planned.group,
+                bounds=planned.bounds,
+                pieces=tuple(
+                    Piece(sequence.id, it.start, it.length)
+                    for sequence, it in zip(computed, planned.pieces, strict=True)
+                ),
+                history=tuple(history.get(it.request, ()) for it in planned.pieces),
+                strategy=planned.strategy,
+                cls=computed[0].request.cls,
+                urgent=planned.urgent,
+            )
+        )
+        return step
+
+
+def _slots(planned: PlannedStep) -> dict[InstanceId, int]:
+    """Tokens to compute, and so slots needed, by instance."""
+    return {
+        instance: stop - start
+        for instance, (start, stop) in zip(planned.group, pairwise(planned.bounds), strict=True)
+    }
+
+
+def _extend(history: History, planned: PlannedStep) -> None:
+    """Add where a step leaves the KV of its pieces."""
+    begin = 0
+    for piece in planned.pieces:
+        shares = []
+        for instance, (start, stop) in zip(planned.group, pairwise(planned.bounds), strict=True):
+            first, last = max(start, begin), min(stop, begin + piece.length)
+            if first < last:
+                offset = piece.start - begin
+                shares.append(Share(instance, first + offset, last + offset))
+        history[piece.request] = (*history.get(piece.request, ()), *shares)
+        begin += piece.length

@@ -1,0 +1,60 @@
+"""Policies by the names and options of `scheduling: {policy: NAME, ...}` in `config.yaml`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.services.scheduling.decisions import Policy
+from csps.services.scheduling.policies.csps import Csps
+from csps.services.scheduling.policies.csps_options import CspsOptions
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
+
+Options = TypeVar("Options")
+
+_POLICIES: dict[str, tuple[type[Any], Callable[[Any, DecodeOptions], Policy]]] = {
+    "csps": (CspsOptions, Csps),
+    "fixed_sp": (FixedSpOptions, FixedSp),
+}
+
+
+def make_policy(name: str, options: Mapping[str, object] | None = None) -> Policy:
+    """A policy with its options.
+
+    Args:
+        name: as in the settings.
+        options: by name; those of decoding stand beside the policy's own.
+
+    Raises:
+        ConfigError: an unknown name or option, or a value that is out of range.
+    """
+    if name not in _POLICIES:
+        raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
+    of_policy, policy = _POLICIES[name]
+    given = dict(options or {})
+    decode = _pick(DecodeOptions, given)
+    chosen = _pick(of_policy, given)
+    for option in given:
+        known = [it.name for kind in (of_policy, DecodeOptions) for it in fields(kind)]
+        raise ConfigError(f"policy {name} has no option {abridged(option)}{nearest(option, known)}")
+    return policy(chosen, decode)
+
+
+def _pick(kind: type[Options], given: dict[str, object]) -> Options:
+    """Take the options of a kind out of those given."""
+    picked: dict[str, Any] = {}
+    for it in fields(kind):  # type: ignore[arg-type]
+        if it.name in given:
+            picked[it.name] = _number(it.name, given.pop(it.name), it.type)
+    return kind(**picked)
+
+
+def _number(name: str, value: object, kind: object) -> object:
+    allowed: tuple[type, ...] = (int, float) if kind == "float" else (int,)
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        what = "a number" if kind == "float" else "a whole number"
+        raise ConfigError(f"option {name} must be {what}, not {abridged(value)}")
+    return value

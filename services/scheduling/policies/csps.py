@@ -1,0 +1,141 @@
+"""Prompts cut into sequence partitions (SPTs) over as many instances as they fill (CSPS §3.2).
+
+First come, first served, with these exceptions, each of them bounded:
+
+1. A *short* prompt (at most `short_tokens`) starts at once, on the instance where it will wait
+   least, as an *urgent* step that ranks let run inside a long one. One that fits no single
+   instance is not short.
+2. Longer prompts that would otherwise wait fill up the slack of the last SPT of a starting step.
+
+**Nobody starves.** Overtaking is bounded in seconds, predicted when a request is placed and trued
+up by what was measured:
+
+- while a long step is outstanding, urgent steps on its instances delay it by `overtaking_s` at
+  most, or by its own time if that is more. When that is used up, short prompts go elsewhere or
+  wait for the step;
+- while a request waits for KV slots, a younger one passes it only if its last token will have been
+  drawn `overtaking_s` after the older one became blocked. From then on the request waits for none
+  but older ones.
+
+An instance is given at most `jobs_per_instance` long steps at a time, one to run and one to follow
+without a gap: what is not yet sent can still be decided otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from csps.services.scheduling.decisions import Blocked, Decision, Trial
+from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.policies.csps_options import CspsOptions
+from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
+from csps.services.scheduling.policies.near_rooms import NearRooms
+from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
+from csps.services.scheduling.view import PairView, RequestView, View
+
+
+class Csps:
+    """The policy of this module's description."""
+
+    name = "csps"
+
+    def __init__(
+        self, options: CspsOptions | None = None, decode: DecodeOptions | None = None
+    ) -> None:
+        self.options, self.decode_options = options or CspsOptions(), decode or DecodeOptions()
+
+    @property
+    def digest(self) -> str:
+        """The options themselves."""
+        return f"{self.options} {self.decode_options}"
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        """Short prompts are urgent, if a single instance can hold them."""
+        if prompt_tokens > self.options.short_tokens:
+            return "long"
+        largest = max((pair.prefill.largest for pair in pairs), default=prompt_tokens)
+        return "urgent" if prompt_tokens <= largest else "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """One pass over both lines, in order of admission."""
+        return _Round(view, self.options, self.decode_options).decide()
+
+    def trial(self, pair: PairView) -> Trial:
+        """On idle gangs."""
+        return _Trial(pair, self.options, self.decode_options)
+
+
+class _Trial:
+    def __init__(self, pair: PairView, options: CspsOptions, decode: DecodeOptions) -> None:
+        self._decode = DecodeOverlay(pair.decode, decode)
+        spots = PrefillOverlay(pair.prefill, 0).spots
+        self._rooms = NearRooms(spots, options.spt_tokens, options.jobs_per_instance)
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """What fits on one instance also fits on a group, so that short prompts need no trial of
+        their own."""
+        if self._decode.place(prompt_tokens, output_tokens) is None:
+            return False
+        return self._rooms.group(prompt_tokens) is not None
+
+
+class _Round:
+    """One pass over the lines."""
+
+    def __init__(self, view: View, options: CspsOptions, decode: DecodeOptions) -> None:
+        self._view, self._options = view, options
+        self._pairs = [CspsPair(pair, view, options, decode) for pair in view.pairs]
+        self._blocked: list[Decision] = []
+        self._end_by_ns: int | None = None
+        """When whoever starts now must have ended, or somebody would be passed for too long."""
+        self._long_line_open = True
+        """False as soon as a longer prompt waits: the ones behind it do, too."""
+
+    def decide(self) -> list[Decision]:
+        """What starts, and who is blocked."""
+        urgent, long = self._view.waiting("urgent"), self._view.waiting("long")
+        next_urgent = next_long = misses = 0
+        while misses < self._options.look_ahead:
+            take_long = self._long_line_open and next_long < len(long)
+            if take_long and next_urgent < len(urgent):
+                take_long = long[next_long].id < urgent[next_urgent].id
+            if take_long:
+                misses += not self._consider_long(long, next_long)
+                next_long += 1
+            elif next_urgent < len(urgent):
+                misses += not self._consider_urgent(urgent[next_urgent])
+                next_urgent += 1
+            else:
+                break
+        return [*self._blocked, *(plan for it in self._pairs for plan in it.plans())]
+
+    def _consider_urgent(self, request: RequestView) -> bool:
+        verdict = self._try(lambda pair: pair.start_urgent(request, self._end_by_ns))
+        if verdict is Verdict.TOO_LATE:
+            self._long_line_open = False
+        return self._note(request, verdict)
+
+    def _consider_long(self, long: Sequence[RequestView], index: int) -> bool:
+        request = long[index]
+        if any(pair.started(request) for pair in self._pairs):
+            return True  # as a filler
+        verdict = self._try(lambda pair: pair.start_long(long, index, self._end_by_ns))
+        self._long_line_open = verdict is Verdict.STARTS
+        return self._note(request, verdict)
+
+    def _try(self, start: Callable[[CspsPair], Verdict]) -> Verdict:
+        """The best that any pair of gangs has to say."""
+        best = Verdict.BLOCKED
+        for pair in self._pairs:
+            best = min(best, start(pair))
+            if best is Verdict.STARTS:
+                break
+        return best
+
+    def _note(self, request: RequestView, verdict: Verdict) -> bool:
+        if verdict is Verdict.BLOCKED:
+            self._blocked.append(Blocked(request=request.id))
+            end_by_ns = self._view.blocked_ns(request) + self._options.overtaking_ns
+            self._end_by_ns = min(end_by_ns, self._end_by_ns or end_by_ns)
+        return verdict is Verdict.STARTS

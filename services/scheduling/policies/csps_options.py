@@ -1,0 +1,38 @@
+"""Options of the policy `csps`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from csps.protocols.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CspsOptions:
+    """Sizes in tokens."""
+
+    spt_tokens: int = 4096
+    """Target length of a sequence partition; less where an instance has fewer free slots."""
+    short_tokens: int = 1024
+    """Longest prompt that is urgent."""
+    urgent_batch_tokens: int = 2048
+    """Longest urgent step: the first token of a batch comes when all of it is computed."""
+    jobs_per_instance: int = 2
+    """Long steps that an instance is given at a time."""
+    overtaking_s: float = 10.0
+    """What a request may be delayed by others that pass it, in seconds."""
+    look_ahead: int = 64
+    """Requests that a round tries in vain before it leaves the rest of the line for the next one.
+    It bounds the time of a round; what starts does not count."""
+
+    def __post_init__(self) -> None:
+        sizes = (self.spt_tokens, self.urgent_batch_tokens, self.jobs_per_instance, self.look_ahead)
+        if min(sizes) < 1:
+            raise ConfigError(f"options must be positive: {self}")
+        if self.short_tokens < 0 or self.overtaking_s < 0:
+            raise ConfigError(f"options must not be negative: {self}")
+
+    @property
+    def overtaking_ns(self) -> int:
+        """`overtaking_s` in nanoseconds."""
+        return round(self.overtaking_s * 1_000_000_000)

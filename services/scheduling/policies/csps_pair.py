@@ -1,0 +1,291 @@
+"""One pair of gangs in a round of the policy `csps`."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+from csps.services.scheduling.cost import EXACT, Choice
+from csps.services.scheduling.decisions import (
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    StartPlan,
+)
+from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.policies.csps_options import CspsOptions
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
+from csps.services.scheduling.policies.near_rooms import Group, NearRooms
+from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.shares import bounds_of, level_shares
+from csps.services.scheduling.view import PairView, RequestView, View
+
+
+class Verdict(IntEnum):
+    """What becomes of a request in a round; the least is the best."""
+
+    STARTS = 0
+    WAITS = 1
+    """For instances to finish other steps."""
+    TOO_LATE = 2
+    """It would pass somebody who is blocked for longer than is allowed."""
+    BLOCKED = 3
+    """There are not slots enough."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A step that is being put together."""
+
+    group: list[Spot]
+    cls: str
+    strategy: str
+    urgent: bool
+    members: list[tuple[RequestView, Placed]] = field(default_factory=list)
+    tokens: int = 0
+    predicted_ns: int = 0
+    shares: list[int] | None = None
+    """Tokens for each of the group; None for a single instance."""
+
+
+class _Wait(NamedTuple):
+    """How long an urgent prompt waits on an instance; the least is the best."""
+
+    wait_ns: int
+    overtaken_ns: int
+    free_at_ns: int
+    order: int
+    version: int
+    """Of the instance: a later one makes this out of date."""
+    spot: Spot
+
+
+class CspsPair:
+    """What starts on a pair of gangs in this round."""
+
+    def __init__(
+        self, pair: PairView, view: View, options: CspsOptions, decode: DecodeOptions
+    ) -> None:
+        self._options, self._cost, self._now_ns = options, view.cost, view.now_ns
+        self._gang = pair.decode
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
+        self._decode = DecodeOverlay(pair.decode, decode)
+        self._jobs: list[_Job] = []
+        self._batches: dict[tuple[InstanceId, str], _Job] = {}
+        self._started: dict[RequestId, None] = {}
+        self._rooms: NearRooms | None = None
+        self._waits: list[_Wait] | None = None
+        self._by_ns: dict[InstanceId, int] = {}
+        """When the urgent steps of an instance must be over, or a member of one would pass
+        somebody for too long."""
+        short = max(1, options.short_tokens)
+        self._turn_ns = self._cost.best(EXACT, self._prefill.single, 0, short).time_ns
+        self._vain: tuple[int, int] | None = None
+        """Tokens and time of a short prompt that found no instance."""
+
+    def started(self, request: RequestView) -> bool:
+        """The request has a place."""
+        return request.id in self._started
+
+    def plans(self) -> Iterator[StartPlan]:
+        """Everything that starts here."""
+        return map(_plan, self._jobs)
+
+    # --- short prompts ---
+
+    def start_urgent(self, request: RequestView, end_by_ns: int | None) -> Verdict:
+        """Compute a short prompt inside whatever runs on the instance where it waits least."""
+        tokens = request.prompt_tokens
+        placed = self._decode.place(tokens, request.output_tokens)
+        if placed is None:
+            return Verdict.BLOCKED
+        choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
+        spot = self._least_wait(tokens, choice.time_ns)
+        if spot is None:
+            roomy = any(it.free >= tokens for it in self._prefill.spots)
+            return Verdict.WAITS if roomy else Verdict.BLOCKED
+        by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
+        if by_ns is not None and self._now_ns + spot.urgent_ns + choice.time_ns > by_ns:
+            return Verdict.TOO_LATE
+        job, more_ns = self._batch(spot, request, choice)
+        self._add(job, request, placed)
+        self._prefill.start_urgent(spot, tokens, more_ns)
+        if by_ns is not None:
+            self._by_ns[spot.id] = min(by_ns, self._by_ns.get(spot.id, by_ns))
+        self._changed(spot)
+        return Verdict.STARTS
+
+    def _least_wait(self, tokens: int, predicted_ns: int) -> Spot | None:
+        """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer.
+
+        A part of a long step costs about as much as a short prompt, so it counts as one. Of equal
+        instances the one that was overtaken less since it has long steps: the members of a step
+        wait for one another, so it is held up least when all give way alike.
+        """
+        vain = self._vain  # slots and budgets only become less in a round
+        if vain and tokens >= vain[0] and predicted_ns >= vain[1]:
+            return None
+        heap = self._lines()
+        unfit: list[_Wait] = []
+        found = None
+        while heap and found is None:
+            wait = heap[0]
+            if wait.version != wait.spot.version:
+                heapq.heappop(heap)
+            elif self._admits(wait.spot, tokens, predicted_ns):
+                found = wait.spot
+            else:
+                unfit.append(heapq.heappop(heap))
+        for wait in unfit:
+            heapq.heappush(heap, wait)
+        if found is None:
+            self._vain = tokens, predicted_ns
+        return found
+
+    def _lines(self) -> list[_Wait]:
+        if self._waits is None:
+            self._waits = [self._wait(it) for it in self._prefill.spots]
+            heapq.heapify(self._waits)
+        return self._waits
+
+    def _wait(self, spot: Spot) -> _Wait:
+        turn_ns = self._turn_ns if spot.long_steps else 0
+        wait_ns = spot.urgent_ns + turn_ns
+        return _Wait(wait_ns, spot.overtaken_ns, spot.free_at_ns, spot.order, spot.version, spot)
+
+    def _admits(self, spot: Spot, tokens: int, predicted_ns: int) -> bool:
+        """There are slots, and the long steps of the instance may be overtaken."""
+        if spot.free < tokens:
+            return False
+        spare_ns = self._prefill.spare_ns(spot)
+        return spare_ns is None or spare_ns >= predicted_ns
+
+    def _batch(self, spot: Spot, request: RequestView, choice: Choice) -> tuple[_Job, int]:
+        """The urgent step that this round starts on the instance, or another one; and how much
+        longer it takes with the request."""
+        key = (spot.id, request.cls)
+        job = self._batches.get(key)
+        if (
+            job is not None
+            and job.tokens + request.prompt_tokens <= self._options.urgent_batch_tokens
+        ):
+            total = job.tokens + request.prompt_tokens
+            together = self._cost.best(request.cls, self._prefill.single, 0, total)
+            more_ns = max(0, together.time_ns - job.predicted_ns)
+            if self._may_grow(spot, more_ns):
+                job.predicted_ns += more_ns
+                return job, more_ns
+        job = self._batches[key] = _Job([spot], request.cls, choice.strategy, urgent=True)
+        job.predicted_ns = choice.time_ns
+        self._jobs.append(job)
+        return job, choice.time_ns
+
+    def _may_grow(self, spot: Spot, more_ns: int) -> bool:
+        """A longer step is over later for all of its members, and for those behind it."""
+        by_ns = self._by_ns.get(spot.id)
+        spare_ns = self._prefill.spare_ns(spot)
+        return (by_ns is None or self._now_ns + spot.urgent_ns + more_ns <= by_ns) and (
+            spare_ns is None or spare_ns >= more_ns
+        )
+
+    # --- longer prompts ---
+
+    def start_long(self, line: Sequence[RequestView], index: int, end_by_ns: int | None) -> Verdict:
+        """Compute a prompt on the group that it fills, with others in the slack of the last SPT."""
+        request = line[index]
+        placed = self._decode.place(request.prompt_tokens, request.output_tokens)
+        if placed is None:
+            return Verdict.BLOCKED
+        group = self._near_rooms().group(request.prompt_tokens)
+        if group is None:
+            # With slots enough, only outstanding steps are in the way.
+            room = sum(it.free for it in self._prefill.spots)
+            return Verdict.WAITS if room >= request.prompt_tokens else Verdict.BLOCKED
+        shape = self._prefill.shape(group.spots)
+        choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens)
+        end_ns = max(it.free_at_ns for it in group.spots) + choice.time_ns
+        if end_by_ns is not None and end_ns + self._decode_ns(request) > end_by_ns:
+            return Verdict.TOO_LATE
+        job = _Job(group.spots, request.cls, choice.strategy, urgent=False)
+        self._add(job, request, placed)
+        if end_by_ns is None:
+            self._fill(job, line, index, group)
+        if len(job.members) > 1:
+            choice = self._cost.best(request.cls, shape, 0, job.tokens)
+        self._launch(job, group, choice.time_ns)
+        return Verdict.STARTS
+
+    def _launch(self, job: _Job, group: Group, predicted_ns: int) -> None:
+        shares = level_shares(job.tokens, group.room)
+        assert shares is not None, "fillers exceed the slack"
+        used = [(spot, n) for spot, n in zip(group.spots, shares, strict=True) if n]
+        job.group, job.shares = [spot for spot, _ in used], [n for _, n in used]
+        job.predicted_ns = predicted_ns
+        self._prefill.start_long(job.group, job.shares, predicted_ns)
+        self._jobs.append(job)
+        for spot in job.group:
+            self._changed(spot)
+
+    def _fill(self, job: _Job, line: Sequence[RequestView], index: int, group: Group) -> None:
+        """Add younger prompts for the slack of the last SPT, if they would otherwise wait.
+
+        Not while somebody is blocked: they would pass him, and take longer with every one added.
+        """
+        spt = min(self._options.spt_tokens, *group.room)
+        slack = len(group.spots) * spt - job.tokens
+        idle = sum(not it.long_steps for it in self._prefill.spots)
+        if slack <= 0 or idle > sum(not it.long_steps for it in group.spots):
+            return  # an idle instance serves them sooner
+        for other in islice(line, index + 1, index + 1 + self._options.look_ahead):
+            if other.prompt_tokens > slack or other.cls != job.cls or self.started(other):
+                continue
+            placed = self._decode.place(other.prompt_tokens, other.output_tokens)
+            if placed is not None:
+                slack -= other.prompt_tokens
+                self._add(job, other, placed)
+
+    def _near_rooms(self) -> NearRooms:
+        if self._rooms is None:
+            it = self._options
+            self._rooms = NearRooms(self._prefill.spots, it.spt_tokens, it.jobs_per_instance)
+        return self._rooms
+
+    # --- both ---
+
+    def _add(self, job: _Job, request: RequestView, placed: Placed) -> None:
+        self._decode.take(placed, request.output_tokens)
+        self._started[request.id] = None
+        job.members.append((request, placed))
+        job.tokens += request.prompt_tokens
+
+    def _changed(self, spot: Spot) -> None:
+        if self._rooms is not None:
+            self._rooms.update(spot)
+        if self._waits is not None:
+            heapq.heappush(self._waits, self._wait(spot))
+
+    def _decode_ns(self, request: RequestView) -> int:
+        """How long it takes to draw the whole answer."""
+        gang = self._gang
+        iteration_ns = gang.iteration_ns or self._cost.iteration_ns(
+            1, gang.tp, gang.mastered + 1, request.prompt_tokens
+        )
+        return iteration_ns * request.output_tokens
+
+
+def _plan(job: _Job) -> StartPlan:
+    shares = job.shares or [job.tokens]
+    step = PlannedStep(
+        group=tuple([spot.id for spot in job.group]),
+        bounds=bounds_of(shares),
+        pieces=tuple([PlannedPiece(it.id, 0, it.prompt_tokens) for it, _ in job.members]),
+        strategy=job.strategy,
+        predicted_ns=job.predicted_ns,
+        urgent=job.urgent,
+    )
+    decode = [DecodePlacement(it.id, placed.shares, placed.master) for it, placed in job.members]
+    return StartPlan(steps=(step,), decode=tuple(decode))

@@ -1,0 +1,123 @@
+"""Where a request's KV goes on the decode side, for several requests in a round."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.shares import level_shares
+from csps.services.scheduling.view import GangView
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """How decode instances are shared."""
+
+    spread_tokens: int = 8192
+    """A prompt is spread over one instance for every so many tokens: reading a long KV cache is
+    what a decode step waits for, so several instances read parts of it."""
+    max_batch: int = 64
+    """Requests on a decode gang at the same time, landing ones included."""
+
+    def __post_init__(self) -> None:
+        if self.spread_tokens < 1 or self.max_batch < 1:
+            raise ConfigError(f"options of decoding must be positive: {self}")
+
+
+class Placed(NamedTuple):
+    """The choice for a request."""
+
+    shares: tuple[Share, ...]
+    master: InstanceId
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    id: InstanceId
+    order: int
+    free: int
+    mastered: int
+
+    @property
+    def rank(self) -> tuple[int, InstanceId]:
+        """The freest first: free slots per request, the new one included (Tetris §5)."""
+        return -(self.free // (self.mastered + 1)), self.id
+
+
+class DecodeOverlay:
+    """A decode gang's instances as they will be once what a round has decided is under way."""
+
+    def __init__(self, gang: GangView, options: DecodeOptions) -> None:
+        self._options = options
+        self._batch = gang.mastered
+        self._holders = {
+            it.id: _Holder(it.id, it.order, it.free_slots, it.mastered) for it in gang.instances
+        }
+        self._freest = sorted(it.rank for it in self._holders.values())
+        self._free = sum(it.free for it in self._holders.values())
+        self._failed: tuple[int, int] | None = None
+
+    def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
+        """Choose the holders of a request's KV and its master; None while there is no room.
+
+        As few instances as `spread_tokens` asks for, the freest first; more if those have no room.
+        """
+        if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
+            return None
+        failed = self._failed  # free slots only become fewer in a round
+        if failed and prompt_tokens >= failed[0] and output_tokens >= failed[1]:
+            return None
+        wanted = -(-prompt_tokens // self._options.spread_tokens)
+        if wanted == 1:
+            first = self._holders[self._freest[0][1]]
+            if first.free >= prompt_tokens + output_tokens:
+                return Placed((Share(first.id, 0, prompt_tokens),), first.id)
+        placed = self._spread(prompt_tokens, output_tokens, wanted)
+        if placed is None:
+            self._failed = prompt_tokens, output_tokens
+        return placed
+
+    def take(self, placed: Placed, output_tokens: int) -> None:
+        """Somebody was placed so."""
+        slots = {it.instance: it.stop - it.start for it in placed.shares}
+        slots[placed.master] = slots.get(placed.master, 0) + output_tokens
+        for instance, count in slots.items():
+            holder = self._holders[instance]
+            del self._freest[bisect_left(self._freest, holder.rank)]
+            holder.free -= count
+            holder.mastered += instance == placed.master
+            insort(self._freest, holder.rank)
+            self._free -= count
+        self._batch += 1
+
+    def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed | None:
+        """On the fewest of the freest that have room, but no fewer than wanted."""
+        room, roomy = -output_tokens, False
+        for count, (_, instance) in enumerate(self._freest, 1):
+            holder = self._holders[instance]
+            room += holder.free
+            roomy = roomy or holder.free >= output_tokens
+            enough = count >= wanted or count == len(self._freest)
+            if enough and roomy and room >= prompt_tokens:
+                return self._on(count, prompt_tokens, output_tokens)
+        return None
+
+    def _on(self, count: int, prompt_tokens: int, output_tokens: int) -> Placed:
+        """Spread the prompt evenly, with the answer on the least busy one that has room for it."""
+        holders = [self._holders[instance] for _, instance in self._freest[:count]]
+        roomy = [it for it in holders if it.free >= output_tokens]
+        master = min(roomy, key=lambda it: (it.mastered, -it.free, it.id))
+        holders.sort(key=lambda it: it.order)
+        limits = [it.free - (output_tokens if it is master else 0) for it in holders]
+        sizes = level_shares(prompt_tokens, limits)
+        assert sizes is not None, "room was counted wrong"
+        shares, start = [], 0
+        for holder, size in zip(holders, sizes, strict=True):
+            if size:
+                shares.append(Share(holder.id, start, start + size))
+                start += size
+        return Placed(tuple(shares), master.id)

@@ -1,0 +1,121 @@
+"""The prefill instances as they will be once what a round has decided is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from csps.protocols.topology import Location
+from csps.services.scheduling.cost import GroupShape, shape_of
+from csps.services.scheduling.ids import InstanceId, StepId
+from csps.services.scheduling.view import GangView, InstanceView
+
+
+@dataclass(slots=True, eq=False)
+class Budget:
+    """What urgent steps may still cost a step that they overtake."""
+
+    left_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Spot:
+    """An instance."""
+
+    view: InstanceView
+    id: InstanceId
+    place: Location
+    order: int
+    free: int
+    """KV slots."""
+    long_steps: int
+    urgent_ns: int
+    """Predicted time of urgent steps."""
+    free_at_ns: int
+    """When all steps will have been computed; not in the past."""
+    overtaken_ns: int
+    """What urgent steps have taken since it has long ones."""
+    budgets: list[Budget] | None = None
+    """Of its long steps; None until somebody asked."""
+    version: int = 0
+    """Counts its changes."""
+
+
+class PrefillOverlay:
+    """A gang's instances and what a round adds to them.
+
+    Args:
+        gang: as it is.
+        now_ns: the time of the round.
+        overtaking_ns: what urgent steps may cost a step, if that takes less time itself.
+    """
+
+    def __init__(self, gang: GangView, now_ns: int, overtaking_ns: int = 0) -> None:
+        self._overtaking_ns = overtaking_ns
+        self._budgets: dict[StepId, Budget] = {}
+        self._tp = gang.tp
+        self.single = GroupShape((1,), gang.tp)
+        """Of one instance."""
+        self.spots = [
+            Spot(
+                it,
+                it.id,
+                it.place,
+                it.order,
+                it.free_slots,
+                it.long_steps,
+                it.urgent_ns,
+                max(now_ns, it.free_at_ns),
+                it.overtaken_ns,
+            )
+            for it in gang.instances
+        ]
+
+    def shape(self, group: list[Spot]) -> GroupShape:
+        """Of instances in topology order."""
+        return shape_of([it.place for it in group], self._tp)
+
+    def spare_ns(self, spot: Spot) -> int | None:
+        """What urgent steps on an instance may still cost; None if they overtake nothing."""
+        if not spot.long_steps:
+            return None
+        return min(it.left_ns for it in self._budgets_of(spot))
+
+    def start_long(self, group: list[Spot], shares: list[int], predicted_ns: int) -> int:
+        """A step that is not urgent. Returns when it will have been computed."""
+        budget = Budget(max(self._overtaking_ns, predicted_ns))
+        end_ns = max(it.free_at_ns for it in group) + predicted_ns
+        for spot, share in zip(group, shares, strict=True):
+            self._budgets_of(spot).append(budget)
+            spot.free -= share
+            spot.long_steps += 1
+            spot.free_at_ns = end_ns
+            spot.version += 1
+        return end_ns
+
+    def start_urgent(self, spot: Spot, tokens: int, predicted_ns: int) -> None:
+        """An urgent step, or more of one."""
+        if spot.long_steps:
+            for budget in self._budgets_of(spot):
+                budget.left_ns -= predicted_ns
+            spot.overtaken_ns += predicted_ns
+        spot.free -= tokens
+        spot.urgent_ns += predicted_ns
+        spot.free_at_ns += predicted_ns
+        spot.version += 1
+
+    def _budgets_of(self, spot: Spot) -> list[Budget]:
+        if spot.budgets is None:
+            spot.budgets = [
+                self._budget(step.id, step.predicted_ns, step.delayed_ns)
+                for step in spot.view.steps.values()
+                if not step.urgent
+            ]
+        return spot.budgets
+
+    def _budget(self, step: StepId, predicted_ns: int, delayed_ns: int) -> Budget:
+        """One for all instances of a step: a delay of one of them delays them all."""
+        found = self._budgets.get(step)
+        if found is None:
+            bound_ns = max(self._overtaking_ns, predicted_ns)
+            found = self._budgets[step] = Budget(bound_ns - delayed_ns)
+        return found

@@ -1,0 +1,177 @@
+"""Attempts at requests: from the reservation of slots until the last of them is free again."""
+
+from __future__ import annotations
+
+from csps.services.scheduling.commands import Cancel, SetGroup, Share
+from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
+from csps.services.scheduling.ledger import Ledger
+from csps.services.scheduling.live_state import Gang, Instance, Pair, Request, Sequence
+from csps.services.scheduling.turn import Turn
+
+
+class Sequences:
+    """All that still hold slots, or may."""
+
+    def __init__(self, turn: Turn, gangs: Gangs) -> None:
+        self._turn, self._gangs = turn, gangs
+        self._joining: dict[GangId, list[Sequence]] = {}
+        self.ledger = Ledger()
+        self.by_id: dict[SequenceId, Sequence] = {}
+        self.closed_now: dict[SequenceId, Sequence] = {}
+        """Those that ended in this turn: the executor has delivered tokens without knowing it."""
+
+    def serving(self, sequence: SequenceId) -> Sequence | None:
+        """The sequence, if it works for its request."""
+        found = self.by_id.get(sequence)
+        return None if found is None or found.over else found
+
+    # --- the way to decoding ---
+
+    def start(
+        self, request: Request, pair: Pair, shares: tuple[Share, ...], master: Instance
+    ) -> Sequence:
+        """Take the slots for a prompt's KV and for all tokens that may be drawn."""
+        slots = decode_slots(shares, master.id, request.output_tokens)
+        sequence = Sequence(
+            id=self._gangs.next_id("sequence"),
+            request=request,
+            prefill=pair.prefill,
+            decode=pair.decode,
+            shares=shares,
+            master=master,
+            drawn_before=request.drawn,
+            unlanded={it.instance: it.stop - it.start for it in shares},
+            unfreed=dict.fromkeys(slots),
+        )
+        self.ledger.reserve(sequence.id, slots)
+        master.mastered += 1
+        pair.decode.mastered += 1
+        self.by_id[sequence.id] = sequence
+        return sequence
+
+    def first_token(self, sequence: Sequence) -> None:
+        """Its prefill has drawn a token, which was delivered."""
+        sequence.first_token_ns = self._turn.now_ns
+        sequence.request.draw(sequence.drawn_before + 1)
+        self._join(sequence)
+
+    def landed(self, sequence: Sequence, instance: InstanceId, tokens: int) -> str | None:
+        """A share has arrived. Returns what is wrong with it, if anything."""
+        expected = sequence.unlanded.get(instance)
+        if tokens != expected:
+            wanted = "none" if expected is None else expected
+            return f"KV of {tokens} tokens landed on a decode instance, not {wanted}"
+        del sequence.unlanded[instance]
+        self._join(sequence)
+        return None
+
+    def _join(self, sequence: Sequence) -> None:
+        if sequence.landed:
+            self._joining.setdefault(sequence.decode.id, []).append(sequence)
+
+    def join(self) -> None:
+        """Let decode take over what has landed whole in this turn, with one command a gang."""
+        joining, self._joining = self._joining, {}
+        for gang, sequences in joining.items():
+            ready = [it for it in sequences if not it.over]
+            for sequence in ready:
+                sequence.joined_ns = self._turn.now_ns
+                sequence.decode.owing.setdefault(sequence.id, self._turn.now_ns)
+            if ready:
+                self._turn.emit(SetGroup(gang=gang, joined=tuple(it.id for it in ready)))
+
+    # --- ends ---
+
+    def finish(self, sequence: Sequence, drawn: int) -> None:
+        """The last token was drawn. Decode frees what it decoded, not what never joined."""
+        if sequence.joined_ns is not None:
+            self._measure(sequence, drawn)
+        self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
+
+    def close(self, sequence: Sequence) -> None:
+        """Stop all work for the sequence."""
+        if not sequence.over:
+            prefill = [sequence.prefill] if sequence.joined_ns is None else []
+            self._end(sequence, [*prefill, sequence.decode])
+
+    def _end(self, sequence: Sequence, gangs: list[Gang]) -> None:
+        sequence.over = True
+        self.closed_now[sequence.id] = sequence
+        if sequence.unfreed:
+            sequence.decode.owing.setdefault(sequence.id, self._turn.now_ns)
+        holders = dict.fromkeys(it.id for it in gangs if self._may_hold(sequence, it))
+        if holders:
+            self._turn.emit(Cancel(sequence=sequence.id, gangs=tuple(holders)))
+        self._settle(sequence)
+
+    def _may_hold(self, sequence: Sequence, gang: Gang) -> bool:
+        """An un-joined sequence may have KV on its way from the gang that prefills it."""
+        if not self._gangs.lives(gang):
+            return False
+        return gang is sequence.prefill or bool(sequence.unfreed)
+
+    def _measure(self, sequence: Sequence, drawn: int) -> None:
+        """How long an iteration takes, smoothed over answers."""
+        assert sequence.joined_ns is not None
+        tokens = drawn - sequence.drawn_before - 1
+        if tokens < 1:
+            return
+        measured_ns = (self._turn.now_ns - sequence.joined_ns) // tokens
+        gang = sequence.decode
+        gang.iteration_ns = (7 * gang.iteration_ns + measured_ns) // 8 or measured_ns
+
+    def freed(self, sequence: Sequence, instance: InstanceId) -> None:
+        """An instance holds nothing of the sequence any more."""
+        if instance not in sequence.unfreed:
+            return
+        del sequence.unfreed[instance]
+        self.ledger.give_back(sequence.id, instance)
+        if instance == sequence.master.id:
+            self._unmaster(sequence)
+        self._turn.stale = True
+        self._settle(sequence)
+
+    def _unmaster(self, sequence: Sequence) -> None:
+        sequence.master.mastered -= 1
+        sequence.decode.mastered -= 1
+
+    def _settle(self, sequence: Sequence) -> None:
+        if not sequence.unfreed:
+            sequence.decode.owing.pop(sequence.id, None)
+            if sequence.over:
+                self.by_id.pop(sequence.id, None)
+
+    def drop(self, gang: Gang) -> list[Sequence]:
+        """A gang is gone. Returns the sequences that cannot go on without it."""
+        self.ledger.drop(gang)
+        gang.owing.clear()
+        needing = []
+        for sequence in list(self.by_id.values()):
+            if sequence.decode is gang:
+                sequence.unfreed.clear()
+            if not sequence.over and _needs(sequence, gang):
+                needing.append(sequence)
+            self._settle(sequence)
+        return needing
+
+    def between(self, prefill: GangId, decode: GangId) -> list[Sequence]:
+        """Sequences whose KV is still to come from one gang to the other."""
+        return [
+            it
+            for it in self.by_id.values()
+            if not it.over and it.unlanded and (it.prefill.id, it.decode.id) == (prefill, decode)
+        ]
+
+
+def decode_slots(
+    shares: tuple[Share, ...], master: InstanceId, output_tokens: int
+) -> dict[InstanceId, int]:
+    """Slots that a sequence needs on decode instances, the master's for tokens to come included."""
+    slots = {it.instance: it.stop - it.start for it in shares}
+    slots[master] = slots.get(master, 0) + output_tokens
+    return slots
+
+
+def _needs(sequence: Sequence, gang: Gang) -> bool:
+    return sequence.decode is gang or (sequence.prefill is gang and sequence.joined_ns is None)

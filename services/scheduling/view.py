@@ -1,0 +1,172 @@
+"""What a policy sees: the scheduler's live state, borrowed for one round and read-only.
+
+Nothing is copied: a picture of ten thousand waiting requests costs 20 ms. Iterators and objects are
+valid until `decide` returns, and a type checker refuses every attempt to change them. A policy that
+tries things out keeps what differs in an overlay of its own (`policies/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from csps.protocols.topology import Location
+from csps.services.scheduling.cost import Choice, GroupShape
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
+from csps.services.scheduling.live_state import Line
+
+
+class StepView(Protocol):
+    """An outstanding step."""
+
+    @property
+    def id(self) -> StepId: ...
+    @property
+    def urgent(self) -> bool: ...
+    @property
+    def predicted_ns(self) -> int: ...
+    @property
+    def delayed_ns(self) -> int:
+        """What urgent steps on its instances have cost it, or will."""
+        ...
+
+
+class InstanceView(Protocol):
+    """One copy of the weights."""
+
+    @property
+    def id(self) -> InstanceId: ...
+    @property
+    def place(self) -> Location: ...
+    @property
+    def order(self) -> int:
+        """Rank of its place among those of the gang: neighbours are near each other."""
+        ...
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def free_slots(self) -> int:
+        """KV slots that nobody was promised."""
+        ...
+
+    @property
+    def mastered(self) -> int:
+        """Sequences that draw here, landing ones included."""
+        ...
+
+    @property
+    def steps(self) -> Mapping[StepId, StepView]:
+        """Outstanding ones, in the order of their launch."""
+        ...
+
+    @property
+    def long_steps(self) -> int:
+        """Those of them that are not urgent."""
+        ...
+
+    @property
+    def urgent_ns(self) -> int:
+        """Predicted time of those of them that are urgent."""
+        ...
+
+    @property
+    def overtaken_ns(self) -> int:
+        """Predicted time of urgent steps that were given to it since it has long ones."""
+        ...
+
+    @property
+    def free_at_ns(self) -> int:
+        """When all of them will have been computed, as predicted; may be in the past."""
+        ...
+
+
+class GangView(Protocol):
+    """What lives and dies together."""
+
+    @property
+    def id(self) -> GangId: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def instances(self) -> Sequence[InstanceView]: ...
+    @property
+    def largest(self) -> int:
+        """KV slots of the instance that has most."""
+        ...
+
+    @property
+    def mastered(self) -> int:
+        """Sequences that its instances draw, landing ones included: its decode group."""
+        ...
+
+    @property
+    def iteration_ns(self) -> int:
+        """Measured time from one token of a sequence to the next; 0 before the first answer."""
+        ...
+
+
+class PairView(Protocol):
+    """A gang that prefills and one that decodes, and a connection between them; with permission
+    for both, the two are one."""
+
+    @property
+    def prefill(self) -> GangView: ...
+    @property
+    def decode(self) -> GangView: ...
+
+
+class RequestView(Protocol):
+    """A waiting request."""
+
+    @property
+    def id(self) -> RequestId:
+        """Order of admission."""
+        ...
+
+    @property
+    def cls(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def output_tokens(self) -> int:
+        """The most that it may draw: slots are promised for KV that does not exist yet."""
+        ...
+
+
+class CostView(Protocol):
+    """Predictions (`cost.Costs`)."""
+
+    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
+        """The cheapest allowed strategy of a group."""
+        ...
+
+    def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
+        """A decode iteration."""
+        ...
+
+
+class View(Protocol):
+    """All that a policy decides on."""
+
+    @property
+    def now_ns(self) -> int: ...
+    @property
+    def cost(self) -> CostView: ...
+    @property
+    def pairs(self) -> Sequence[PairView]:
+        """Those that something can be started on, the oldest first."""
+        ...
+
+    def waiting(self, line: Line) -> Sequence[RequestView]:
+        """The requests of a line in order of admission. It may be very long: no policy looks at
+        all of it in every round."""
+        ...
+
+    def blocked_ns(self, request: RequestView) -> int:
+        """Since when whoever passes the request is held against it, if it is blocked now."""
+        ...
+
+    def rate_30s(self) -> int:
+        """Requests submitted in the last 30 s."""
+        ...

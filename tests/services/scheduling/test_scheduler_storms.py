@@ -1,0 +1,42 @@
+"""Random schedules of events, cancels and faults: every request ends, and the books balance."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler_cell import RandomCell
+
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.limits import QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
+
+POLICIES = [
+    ("csps", {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6}),
+    ("fixed_sp", {"sp": 2, "spread_tokens": 700, "max_batch": 6}),
+]
+
+
+def storm(seed: int) -> None:
+    name, options = POLICIES[seed % len(POLICIES)]
+    scheduler = Scheduler(
+        make_policy(name, options),
+        Costs(CostTable(latencies=Unmeasured())),
+        limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
+    )
+    cell = RandomCell(scheduler, seed, faults=(0.0, 0.05, 0.3)[seed % 3])
+    cell.play(requests=25, turns=120)
+    counts = scheduler.counts
+    assert (counts.running, counts.waiting) == (0, 0)
+    assert (counts.prefill_kv, counts.decode_kv) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_nothing_is_lost_in_a_storm(seed: int) -> None:
+    storm(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(100))
+def test_nothing_is_lost_in_ten_thousand_storms(hundred: int) -> None:
+    for seed in range(hundred * 100, hundred * 100 + 100):
+        storm(seed)
