@@ -7,9 +7,11 @@ of it is integers in 2^-48 ns, so a jump ends exactly where iterating would.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from csps.loadgen.simulator.timeline import Timeline
 from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost
@@ -56,13 +58,40 @@ class Jump:
         return low
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What a jump that is over has drawn, for the report."""
+class IterationLog:
+    """All iterations of a batch that are over, as the jumps that they were part of."""
 
-    iterations: int
-    batch: int
-    took_ns: int
+    def __init__(self) -> None:
+        self._jumps: list[Jump] = []
+        self._before: list[int] = [0]
+        """Iterations before each jump, and of all."""
+
+    @property
+    def iterations(self) -> int:
+        """How many there were."""
+        return self._before[-1]
+
+    def add(self, jump: Jump, iterations: int) -> None:
+        """The next jump has ended after so many."""
+        self._jumps.append(jump)
+        self._before.append(self.iterations + iterations)
+
+    def tokens(self) -> int:
+        """Drawn in all iterations."""
+        counts = zip(self._jumps, pairwise(self._before), strict=True)
+        return sum(jump.batch * (stop - start) for jump, (start, stop) in counts)
+
+    def ends_ns(self, start: int, stop: int) -> list[int]:
+        """When the iterations [start, stop) have ended."""
+        ends: list[int] = []
+        index = bisect.bisect_right(self._before, start) - 1
+        while start < stop:
+            before, after = self._before[index : index + 2]
+            last = min(stop, after)
+            jump = self._jumps[index]
+            ends.extend(jump.end_ns(it - before + 1) for it in range(start, last))
+            start, index = last, index + 1
+        return ends
 
 
 class DecodeBatch:
@@ -73,7 +102,6 @@ class DecodeBatch:
         cost: of an iteration on this gang.
         gap_ns: between two iterations.
         finished: called with each row whose last token was drawn, at the end of the iteration.
-        drawn: called with every jump that is over.
     """
 
     def __init__(
@@ -83,16 +111,15 @@ class DecodeBatch:
         *,
         gap_ns: int = 0,
         finished: Callable[[Row], None],
-        drawn: Callable[[Drawn], None],
     ) -> None:
         self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
-        self._finished, self._drawn = finished, drawn
+        self._finished = finished
+        self.log = IterationLog()
         self._rows: dict[int, Row] = {}
         self._ends: list[tuple[int, int, Row]] = []
         """(last iteration, order of joining, row)."""
         self._joining: list[Row] = []
         self._leaving: list[tuple[int, Callable[[], None]]] = []
-        self._iterations = 0
         self._joined = 0
         self._context = 0
         self._jump: Jump | None = None
@@ -117,10 +144,10 @@ class DecodeBatch:
         """Tokens that a row has drawn by now."""
         if row.joined < 0:
             return 0
-        return min(row.tokens, self._iterations + self._iterations_over() - row.joined)
+        return min(row.tokens, self.log.iterations + self._under_way() - row.joined)
 
-    def _iterations_over(self) -> int:
-        """Of the jump under way."""
+    def _under_way(self) -> int:
+        """Iterations of the present jump that are over."""
         if self._jump is None:
             return 0
         over = self._jump.iterations_until(self._timeline.now_ns, self._length)
@@ -158,11 +185,9 @@ class DecodeBatch:
 
     def _close_jump(self, jump: Jump) -> None:
         self._jump = None
-        self._iterations += self._length
         self._context += self._length * jump.batch
-        took_ns = self._timeline.now_ns - jump.start_ns
-        self._drawn(Drawn(self._length, jump.batch, took_ns))
-        while self._ends and self._ends[0][0] <= self._iterations:
+        self.log.add(jump, self._length)
+        while self._ends and self._ends[0][0] <= self.log.iterations:
             row = heapq.heappop(self._ends)[2]
             if self._rows.get(row.sequence) is row:
                 self._drop(row)
@@ -170,16 +195,16 @@ class DecodeBatch:
 
     def _add(self, row: Row) -> None:
         assert row.tokens > 0, "a request without tokens to draw joins"
-        row.joined = self._iterations
+        row.joined = self.log.iterations
         self._rows[row.sequence] = row
         self._context += row.context
-        heapq.heappush(self._ends, (self._iterations + row.tokens, self._joined, row))
+        heapq.heappush(self._ends, (self.log.iterations + row.tokens, self._joined, row))
         self._joined += 1
 
     def _drop(self, row: Row | None) -> None:
         if row is not None:
             del self._rows[row.sequence]
-            self._context -= row.context + self._iterations - row.joined
+            self._context -= row.context + self.log.iterations - row.joined
 
     def _begin_jump(self) -> None:
         while self._rows.get((row := self._ends[0][2]).sequence) is not row:
@@ -193,5 +218,5 @@ class DecodeBatch:
             first=first + (self._gap_ns << FRACTION_BITS),
             growth=cost.b * batch,
         )
-        self._length = self._ends[0][0] - self._iterations
+        self._length = self._ends[0][0] - self.log.iterations
         self._schedule(self._jump.end_ns(self._length))

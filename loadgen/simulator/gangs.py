@@ -7,10 +7,10 @@ from functools import partial
 from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel
-from csps.loadgen.simulator.decode_batch import DecodeBatch, Drawn, Row
+from csps.loadgen.simulator.decode_batch import DecodeBatch, IterationLog, Row
 from csps.loadgen.simulator.network import Network
 from csps.loadgen.simulator.prefill_gang import PrefillGang
-from csps.loadgen.simulator.requests import Sequence
+from csps.loadgen.simulator.requests import IterationEnds, Sequence
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
 from csps.loadgen.simulator.timeline import Timeline
@@ -55,13 +55,13 @@ class GangListener(Protocol):
     def started(self, request: RequestId) -> None:
         """A step of the request has begun."""
 
-    def prefilled(self, sequence: SequenceId, request: RequestId, tokens: int) -> None:
-        """The first token of a sequence was drawn; with it the request has so many."""
+    def prefilled(self, sequence: SequenceId, request: RequestId) -> None:
+        """The first token of a sequence was drawn."""
 
-    def drawn(self, request: RequestId, tokens: int) -> None:
-        """The request has so many tokens."""
+    def decoded(self, request: RequestId, ends: IterationEnds) -> None:
+        """The request has drawn a token at the end of each of these iterations."""
 
-    def finished(self, sequence: SequenceId, request: RequestId, tokens: int) -> None:
+    def finished(self, sequence: SequenceId, request: RequestId) -> None:
         """The last token was drawn."""
 
 
@@ -84,7 +84,8 @@ class SimulatedGangs:
         self._batch: DecodeBatch | None = None
         self._decode_slots = Slots(())
         self._sequences: dict[SequenceId, Sequence] = {}
-        self.drawn: list[Drawn] = []
+        self.logs: list[IterationLog] = []
+        """Of all decode gangs that there were."""
 
     @property
     def busy(self) -> bool:
@@ -127,6 +128,7 @@ class SimulatedGangs:
             self._prefill = self._new_prefill(gang)
         else:
             self._batch = self._new_batch(gang)
+            self.logs.append(self._batch.log)
             self._decode_slots = Slots(model.kv_slots)
         self._listener.tell(
             GangUp(
@@ -167,11 +169,15 @@ class SimulatedGangs:
         drawn = []
         for sequence in self._sequences.values():
             if not sequence.over and sequence.row is not None and self._batch is not None:
-                tokens = sequence.first_tokens + self._batch.drawn_by(sequence.row)
-                self._listener.drawn(sequence.request, tokens)
-                drawn.append((sequence.sequence, tokens))
+                tokens = self._batch.drawn_by(sequence.row)
+                self._listener.decoded(sequence.request, self._ends(sequence.row, tokens))
+                drawn.append((sequence.sequence, sequence.before + 1 + tokens))
         if drawn:
             self._listener.tell(Progress(drawn=tuple(drawn)))
+
+    def _ends(self, row: Row, tokens: int) -> IterationEnds:
+        assert self._batch is not None
+        return IterationEnds(self._batch.log, row.joined, row.joined + tokens)
 
     def _new_prefill(self, gang: GangId) -> PrefillGang:
         cluster = self._cluster
@@ -193,7 +199,6 @@ class SimulatedGangs:
             cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
             gap_ns=cluster.iteration_gap_ns,
             finished=partial(self._finished, gang),
-            drawn=self.drawn.append,
         )
 
     def alive(self, gang: GangId) -> bool:
@@ -288,8 +293,8 @@ class SimulatedGangs:
         if sequence is None or not self.alive(gang):
             return
         if not sequence.over:
-            tokens = sequence.first_tokens + row.tokens
-            self._listener.finished(row.sequence, sequence.request, tokens)
+            self._listener.decoded(sequence.request, self._ends(row, row.tokens))
+            self._listener.finished(row.sequence, sequence.request)
         self._free(gang, row.sequence)
 
     def step_started(self, step: RunStep) -> None:
@@ -305,7 +310,7 @@ class SimulatedGangs:
             if sequence is None or sequence.over:
                 continue
             if piece.start + piece.length == sequence.prompt_tokens:
-                self._listener.prefilled(sequence.sequence, sequence.request, sequence.first_tokens)
+                self._listener.prefilled(sequence.sequence, sequence.request)
 
     def arrived(self, number: SequenceId, instance: InstanceId, tokens: int) -> None:
         """KV has arrived at a decode instance."""

@@ -13,9 +13,8 @@ from functools import partial
 from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.decode_batch import Drawn
 from csps.loadgen.simulator.gangs import SimulatedGangs
-from csps.loadgen.simulator.requests import Arrival, Outcome
+from csps.loadgen.simulator.requests import Arrival, IterationEnds, Outcome
 from csps.loadgen.simulator.timeline import Timeline
 from csps.services.scheduling.commands import (
     AnyCommand,
@@ -90,8 +89,8 @@ class Run:
 
     outcomes: tuple[Outcome, ...]
     """In order of arrival."""
-    iterations: tuple[Drawn, ...]
-    """Of decoding, jump by jump."""
+    decoded: int
+    """Tokens drawn by iterations; all others were drawn by prefills."""
     end_ns: int
     turns: int
     """Calls of the scheduler."""
@@ -195,7 +194,7 @@ class Simulator:
             raise RuntimeError(f"{self._open} requests wait for something that never comes")
         return Run(
             outcomes=tuple(self._outcomes),
-            iterations=tuple(self.gangs.drawn),
+            decoded=sum(log.tokens() for log in self.gangs.logs),
             end_ns=self._timeline.now_ns,
             turns=self._turns,
         )
@@ -271,25 +270,28 @@ class Simulator:
         if outcome.started_ns < 0:
             outcome.started_ns = self._timeline.now_ns
 
-    def drawn(self, request: RequestId, tokens: int) -> None:
+    def prefilled(self, sequence: int, request: RequestId) -> None:
         outcome = self.outcome(request)
-        outcome.drawn = tokens
+        outcome.drawn += 1
+        outcome.stamps.append(self._timeline.now_ns)
         if outcome.first_token_ns < 0:
             outcome.first_token_ns = self._timeline.now_ns
             self.tell(Committed(request=request))
-
-    def prefilled(self, sequence: int, request: RequestId, tokens: int) -> None:
-        self.drawn(request, tokens)
-        if tokens == self.outcome(request).arrival.output_tokens:
-            self.finished(sequence, request, tokens)
+        if outcome.drawn == outcome.arrival.output_tokens:
+            self.finished(sequence, request)
         else:
             self.tell(FirstToken(sequence=sequence))
 
-    def finished(self, sequence: int, request: RequestId, tokens: int) -> None:
-        self.drawn(request, tokens)
-        self._end(self.outcome(request), "")
+    def decoded(self, request: RequestId, ends: IterationEnds) -> None:
+        outcome = self.outcome(request)
+        outcome.drawn += ends.stop - ends.start
+        outcome.stamps.append(ends)
+
+    def finished(self, sequence: int, request: RequestId) -> None:
+        outcome = self.outcome(request)
+        self._end(outcome, "")
         self.gangs.give_up(sequence)
-        self.tell(Finished(sequence=sequence, drawn=tokens))
+        self.tell(Finished(sequence=sequence, drawn=outcome.drawn))
 
     # --- requests ------------------------------------------------------------------------------
 

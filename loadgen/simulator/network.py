@@ -14,9 +14,16 @@ class Network:
     def __init__(self, timeline: Timeline, cluster: ClusterModel) -> None:
         self._timeline, self._cluster = timeline, cluster
         self._links: dict[tuple[str, str, str], Link] = {}
+        self._routes: dict[tuple[InstanceId, InstanceId], Link | None] = {}
 
     def route(self, source: InstanceId, destination: InstanceId) -> Link | None:
         """The link from a prefill to a decode instance; None takes no time."""
+        key = (source, destination)
+        if key not in self._routes:
+            self._routes[key] = self._find(source, destination)
+        return self._routes[key]
+
+    def _find(self, source: InstanceId, destination: InstanceId) -> Link | None:
         cluster = self._cluster
         sender = cluster.prefill.instances[index_of(source)]
         receiver = cluster.decode.instances[index_of(destination)]

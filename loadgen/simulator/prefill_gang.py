@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -104,10 +105,11 @@ class PrefillGang:
         parts = zip(step.group, pairwise(step.bounds), strict=True)
         self.slots.take(step.step, {index_of(it): stop - start for it, (start, stop) in parts})
         flows = list(_flows(step, destinations, self._route))
+        taking_part = Counter(source for flow in flows for source in flow.sources)
         run = _Run(
             step=step,
             flows=flows,
-            unsent={it: sum(it in flow.sources for flow in flows) for it in step.group},
+            unsent={it: taking_part[it] for it in step.group},
             wanted={piece.sequence for piece in step.pieces},
         )
         self._runs[step.step] = run

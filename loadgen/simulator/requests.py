@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from csps.loadgen.simulator.decode_batch import Row
+from csps.loadgen.simulator.decode_batch import IterationLog, Row
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
 
@@ -27,6 +27,15 @@ class Arrival:
         return self.output_tokens if self.max_tokens is None else self.max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class IterationEnds:
+    """Times of tokens: the ends of iterations [start, stop) of a batch."""
+
+    log: IterationLog
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class Outcome:
     """What has become of a request. Times are in nanoseconds, -1 is never."""
@@ -42,6 +51,17 @@ class Outcome:
     """Attempts."""
     error: str = ""
     """Name of the error that it ended with; empty if it has its whole answer."""
+
+    stamps: list[int | IterationEnds] = field(default_factory=list)
+    """When tokens were drawn: by a prefill, or by iterations."""
+
+    @property
+    def token_ns(self) -> list[int]:
+        """When each token was drawn."""
+        times: list[int] = []
+        for it in self.stamps:
+            times += [it] if isinstance(it, int) else it.log.ends_ns(it.start, it.stop)
+        return times
 
     @property
     def ttft_ns(self) -> int:
@@ -68,11 +88,6 @@ class Sequence:
     """In the decode batch."""
     over: bool = False
     """Serves its request no more."""
-
-    @property
-    def first_tokens(self) -> int:
-        """Tokens of the answer once this sequence has drawn its first one."""
-        return self.before + 1
 
     @property
     def slots(self) -> dict[InstanceId, int]:

@@ -27,9 +27,14 @@ class Timeline:
         """Nothing will happen any more."""
         return not self._heap
 
+    @property
+    def next_ns(self) -> int:
+        """When something happens next; only if it is not empty."""
+        return self._heap[0][0]
+
     def step(self) -> int:
         """Go to the next time at which something happens and do all of it; returns that time."""
-        self.now_ns = now_ns = self._heap[0][0]
+        self.now_ns = now_ns = self.next_ns
         while self._heap and self._heap[0][0] == now_ns:
             heapq.heappop(self._heap)[2]()
         return now_ns

@@ -44,6 +44,9 @@ COMMANDS = {
     "demo": Command("services.commands", "demo", "send a 16K-token question to the server"),
     "check-config": Command("services.commands", "check_config", "check a configuration file"),
     "bench": Command("loadgen.commands", "bench", "load tests against SLOs, and reports"),
+    "simulate": Command(
+        "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
+    ),
     "eval": Command("services.eval_command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""

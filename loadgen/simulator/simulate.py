@@ -1,0 +1,206 @@
+"""`csps simulate`: a policy on a cluster that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from csps.loadgen.bench.options import positive, rate
+from csps.loadgen.results.files import write_result
+from csps.loadgen.results.result import Result, Run, summarize
+from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster
+from csps.loadgen.simulator.kernel import Run as Found
+from csps.loadgen.simulator.kernel import Simulator
+from csps.loadgen.simulator.records import arrivals_of, queue_fields, records_of
+from csps.loadgen.workloads.arrivals import Arrivals
+from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.named import WORKLOADS, workload
+from csps.loadgen.workloads.request import Fitted, fit
+from csps.loadgen.workloads.traces import at_rate, read_trace
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.cost import Costs, CostTable
+from csps.services.scheduling.limits import QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
+
+DEFAULT_REQUESTS = 1000
+UNLIMITED = 1 << 40
+"""A simulated line may be as long as it likes: refusals would make a policy look good."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; status 1 if no request completed."""
+    arguments = parse(argv)
+    cluster = load_cluster(arguments.cluster)
+    requests = chosen(arguments, cluster)
+    began = time.perf_counter()
+    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests)
+    wall_s = time.perf_counter() - began
+    result = result_of(arguments, cluster, requests, found)
+    print("\n".join(lines(result)))
+    print(f"simulated in {wall_s:.1f} s, {len(requests.requests) / wall_s:.0f} requests/s")
+    if arguments.json is not None:
+        write_result(result, arguments.json)
+        print(f"result: {arguments.json}")
+    return 0 if result["completed"] else 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command."""
+    clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+    parser = argparse.ArgumentParser(
+        prog="csps simulate",
+        description="Run a scheduling policy on a simulated cluster (docs/simulator.md).",
+    )
+    parser.add_argument("--policy", default="csps", help="as in config.yaml (default: csps)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of the policy, as in config.yaml; may be given several times",
+    )
+    parser.add_argument("--cluster", required=True, help=f"{clusters}, or a file")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
+    source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
+    parser.add_argument("--rate", type=rate, help="requests/s; of a trace: default as recorded")
+    parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
+    parser.add_argument(
+        "--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace without a rate"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    arguments = parser.parse_args(argv)
+    if arguments.workload and arguments.rate is None:
+        parser.error("--workload needs a --rate")
+    return arguments
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """Of `NAME=VALUE`; values as YAML has them.
+
+    Raises:
+        ConfigError: a word has no value.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ConfigError(f"--option: expected NAME=VALUE, got '{word}'")
+        options[name] = yaml.safe_load(value)
+    return options
+
+
+def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> Fitted:
+    """The requests that the arguments ask for, cut to what the cluster's model can take.
+
+    Raises:
+        ConfigError: there is no such workload, or the trace is wrong or empty.
+    """
+    if arguments.trace is None:
+        return generate(
+            workload(arguments.workload),
+            arguments.requests or DEFAULT_REQUESTS,
+            arrivals=Arrivals(rate=arguments.rate),
+            seed=arguments.seed,
+            size=Size(positions=cluster.max_positions, longest_output=arguments.output_len),
+        )
+    requests = read_trace(arguments.trace, speedup=arguments.arrival_speedup_ratio)
+    requests = requests[: arguments.requests]
+    if not requests:
+        raise ConfigError(f"{arguments.trace} has no requests")
+    if arguments.rate is not None and not math.isinf(arguments.rate):
+        requests = at_rate(requests, arguments.rate)
+    return fit(requests, cluster.max_positions)
+
+
+def scheduler_of(cluster: ClusterModel, policy: str, options: dict[str, Any]) -> Scheduler:
+    """The live router's scheduler, with the cluster's latencies for its predictions.
+
+    Raises:
+        ConfigError: there is no such policy or option.
+    """
+    return Scheduler(
+        make_policy(policy, options),
+        Costs(CostTable(latencies=cluster.table)),
+        limits=QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED),
+    )
+
+
+def simulate(
+    cluster: ClusterModel, policy: str, options: dict[str, Any], requests: Fitted
+) -> Found:
+    """One run.
+
+    Raises:
+        ConfigError: there is no such policy or option.
+    """
+    scheduler = scheduler_of(cluster, policy, options)
+    simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
+    found = simulator.run()
+    simulator.gangs.check_idle()
+    scheduler.check_integrity()
+    return found
+
+
+def result_of(
+    arguments: argparse.Namespace, cluster: ClusterModel, requests: Fitted, found: Found
+) -> Result:
+    """The run as load tests write theirs."""
+    source = arguments.workload or arguments.trace.name
+    facts = {
+        "policy": arguments.policy,
+        "policy_options": options_of(arguments.option),
+        "cluster": cluster.name,
+        "workload": source,
+        "seed": arguments.seed,
+        "prompts_cut": requests.cut,
+        **queue_fields(found.outcomes),
+    }
+    run = Run(
+        kind="simulated",
+        label=f"{arguments.policy} {source} at {arguments.rate or 'its own rate'}",
+        model_id=cluster.name,
+        request_rate=arguments.rate or math.inf,
+        facts=facts,
+    )
+    return summarize(records_of(found.outcomes), run)
+
+
+_ROWS = {
+    "Requests": "num_prompts",
+    "Completed": "completed",
+    "Failed": "failed",
+    "Prompts cut to fit": "prompts_cut",
+    "Duration (s)": "duration",
+    "Throughput (requests/s)": "request_throughput",
+    "Prompt and answer tokens/s": "total_token_throughput",
+    "Mean queue (ms)": "mean_queue_ms",
+    "P99 queue (ms)": "p99_queue_ms",
+    "Mean TTFT (ms)": "mean_ttft_ms",
+    "P50 TTFT (ms)": "p50_ttft_ms",
+    "P99 TTFT (ms)": "p99_ttft_ms",
+    "Mean TPOT (ms)": "mean_tpot_ms",
+    "P99 TPOT (ms)": "p99_tpot_ms",
+}
+
+
+def lines(result: Result) -> Iterator[str]:
+    """A summary for people."""
+    yield f"{result['label']} on {result['cluster']} (seed {result['seed']})"
+    for title, name in _ROWS.items():
+        value = result.get(name)
+        if value is not None:
+            shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+            yield f"  {title + ':':<30}{shown:>16}"
+    for reason, count in result["failed_by_reason"].items():
+        yield f"  {count} x {reason}"

@@ -1,0 +1,277 @@
+"""The live scheduler in the simulator: queueing theory, and what no simulation may do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.requests import Arrival
+from csps.loadgen.simulator.simulate import main, scheduler_of
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.latency import GroupShape, StepCost
+
+UNBOUNDED = {"max_batch": 1 << 30}
+"""Nothing but prefill holds a request up."""
+
+
+def run(
+    cluster: ClusterModel, policy: str, options: dict[str, Any], arrivals: Sequence[Arrival]
+) -> Run:
+    scheduler = scheduler_of(cluster, policy, options)
+    simulator = Simulator(scheduler, cluster, arrivals)
+    found = simulator.run()
+    simulator.gangs.check_idle()
+    scheduler.check_integrity()
+    return found
+
+
+def poisson(rng: random.Random, requests: int, rate: float) -> list[int]:
+    now, times = 0.0, []
+    for _ in range(requests):
+        now += rng.expovariate(rate) * 1e9
+        times.append(round(now))
+    return times
+
+
+def prompts(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
+    return [
+        Arrival(at_ns=at, prompt_tokens=round(rng.lognormvariate(9.8, 0.8)) + 16, output_tokens=1)
+        for at in poisson(rng, requests, rate)
+    ]
+
+
+def chats(rng: random.Random, requests: int, rate: float) -> list[Arrival]:
+    return [
+        replace(it, output_tokens=(drawn := rng.randint(1, 120)), max_tokens=max(drawn, 64))
+        for it in prompts(rng, requests, rate)
+    ]
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1.5])
+def test_fixed_sp_on_all_instances_is_lindleys_recursion(rate: float) -> None:
+    """M/G/1, bit for bit; that its mean wait is Pollaczek and Khinchine's follows
+    (`test_kernel.py` holds the same loop to it)."""
+    cluster = load_cluster("tetris-16")
+    arrivals = prompts(random.Random(1), 400, rate)
+    outcomes = run(cluster, "fixed_sp", {"sp": 16, **UNBOUNDED}, arrivals).outcomes
+    free_ns = 0
+    for outcome, it in zip(outcomes, arrivals, strict=True):
+        began = max(it.at_ns, free_ns)
+        free_ns = began + cluster.table.step(16).predict_ns(it.prompt_tokens)
+        assert (outcome.started_ns, outcome.first_token_ns) == (began, free_ns)
+
+
+def test_two_groups_of_eight_are_a_queue_with_two_servers() -> None:
+    """M/D/2, first come, first served."""
+    cluster = load_cluster("tetris-16")
+    work_ns = cluster.table.step(8).predict_ns(32_768)
+    times = poisson(random.Random(2), 500, 1.7e9 / work_ns)
+    arrivals = [Arrival(at_ns=at, prompt_tokens=32_768, output_tokens=1) for at in times]
+    outcomes = run(cluster, "fixed_sp", {"sp": 8, **UNBOUNDED}, arrivals).outcomes
+    servers = [0, 0]
+    for outcome in outcomes:
+        servers.sort()
+        began = max(outcome.arrival.at_ns, servers[0])
+        servers[0] = began + work_ns
+        assert outcome.started_ns == began
+
+
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+def test_littles_law_and_nothing_lost(policy: str) -> None:
+    arrivals = chats(random.Random(3), 300, 2.0)
+    found = run(load_cluster("tetris-16"), policy, {}, arrivals)
+    steps = sorted(
+        [(it.arrival.at_ns, 1) for it in found.outcomes]
+        + [(it.ended_ns, -1) for it in found.outcomes]
+    )
+    inside = area = 0
+    for (at, change), (later, _) in pairwise(steps):
+        inside += change
+        area += inside * (later - at)
+    assert area == sum(it.ended_ns - it.arrival.at_ns for it in found.outcomes)
+    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
+    assert not any(it.error for it in found.outcomes)
+
+
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+def test_decisions_know_nothing_of_the_future(policy: str) -> None:
+    """Cutting the trace, or other lengths of unfinished answers, change no earlier turn."""
+    cluster = load_cluster("tetris-16")
+    rng = random.Random(4)
+    arrivals = [replace(it, output_tokens=80, max_tokens=256) for it in prompts(rng, 80, 2.0)]
+    cut_ns = arrivals[40].at_ns
+
+    def turns(changed: Sequence[Arrival]) -> list[str]:
+        seen: list[str] = []
+
+        def observe(now_ns: int, events: object, commands: object) -> None:
+            if now_ns < cut_ns:
+                seen.append(f"{now_ns} {events} {commands}")
+
+        Simulator(scheduler_of(cluster, policy, {}), cluster, changed, observer=observe).run()
+        return seen
+
+    whole = turns(arrivals)
+    outcomes = run(cluster, policy, {}, arrivals).outcomes
+    later = [
+        it if outcome.ended_ns < cut_ns else replace(it, output_tokens=200)
+        for it, outcome in zip(arrivals, outcomes, strict=True)
+    ]
+    assert later != arrivals
+    assert len(whole) > 40
+    assert whole == turns(later)
+    # Of a trace that ends there, nobody asks again after its last request.
+    assert whole[: len(turns(arrivals[:40]))] == turns(arrivals[:40])
+
+
+def test_a_slower_machine_with_fewer_requests_takes_its_times() -> None:
+    """Coefficients times k, rates over k: all times times k, but for what was rounded down."""
+    cluster = load_cluster("tetris-16")
+    arrivals = prompts(random.Random(5), 200, 1.5)
+    slow = replace(
+        cluster,
+        table=replace(
+            cluster.table,
+            steps=tuple((shape, _times(cost, 3)) for shape, cost in cluster.table.steps),
+        ),
+    )
+    later = [replace(it, at_ns=3 * it.at_ns) for it in arrivals]
+    options = {"sp": 8, **UNBOUNDED}
+    once = run(cluster, "fixed_sp", options, arrivals).outcomes
+    threefold = run(slow, "fixed_sp", options, later).outcomes
+    for a, b in zip(once, threefold, strict=True):
+        assert abs(b.first_token_ns - 3 * a.first_token_ns) < 3 * len(arrivals)
+
+
+def _times(cost: StepCost, k: int) -> StepCost:
+    return StepCost(a=k * cost.a, b=k * cost.b, c=k * cost.c, d=k * cost.d)
+
+
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+def test_requests_go_on_when_gangs_die(policy: str) -> None:
+    """Every answer is whole, every slot comes back, and clients that left get nothing more."""
+    cluster = load_cluster("tetris-16")
+    arrivals = chats(random.Random(6), 120, 2.0)
+    faults = [
+        GangFault(at_ns=20_000_000_000, role="decode"),
+        GangFault(at_ns=24_000_000_000, role="decode", up=True),
+        GangFault(at_ns=40_000_000_000, role="prefill"),
+        GangFault(at_ns=41_000_000_000, role="prefill", up=True),
+    ]
+    gone = [Abandoned(at_ns=arrivals[it].at_ns + 300_000_000, request=it + 1) for it in (5, 50)]
+    scheduler = scheduler_of(cluster, policy, {})
+    simulator = Simulator(scheduler, cluster, arrivals, faults=faults, abandoned=gone)
+    outcomes = simulator.run().outcomes
+    simulator.gangs.check_idle()
+    scheduler.check_integrity()
+    assert max(it.sequences for it in outcomes) > 1
+    for outcome in outcomes:
+        if not outcome.error:
+            assert outcome.drawn == outcome.arrival.output_tokens == len(outcome.token_ns)
+    assert {it.error for it in outcomes} <= {"", "Cancelled"}
+
+
+def test_requests_that_find_no_slots_wait_for_them() -> None:
+    """Slots that are short hold up whoever comes first, and so all, but lose none."""
+    cluster = load_cluster("tetris-16")
+    small = replace(
+        cluster,
+        decode=replace(
+            cluster.decode,
+            instances=tuple(replace(it, kv_slots=21_000) for it in cluster.decode.instances),
+        ),
+    )
+    rng = random.Random(7)
+    arrivals = [
+        Arrival(at_ns=at, prompt_tokens=rng.randint(16, 20_000), output_tokens=400)
+        for at in poisson(rng, 150, 3.0)
+    ]
+    short = run(small, "fixed_sp", {"sp": 16}, arrivals).outcomes
+    roomy = run(cluster, "fixed_sp", {"sp": 16}, arrivals).outcomes
+    assert [it.drawn for it in short] == [400] * 150
+    assert all(a.started_ns >= b.started_ns for a, b in zip(short, roomy, strict=True))
+    assert sum(a.started_ns - b.started_ns for a, b in zip(short, roomy, strict=True)) > 10**9
+
+
+# --- the command -------------------------------------------------------------------------------
+
+ARGUMENTS = ["--cluster", "tetris-16", "--workload", "tetris-short", "--rate", "2"]
+
+
+def test_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
+    results = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.json"
+        arguments = [*ARGUMENTS, "--requests", "60", "--json", str(path)]
+        code = f"from csps.loadgen.simulator.simulate import main; main({arguments!r})"
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+        result = json.loads(path.read_text())
+        result.pop("date")
+        results.append(result)
+    assert results[0] == results[1]
+
+
+def test_the_command_prints_and_writes_what_load_tests_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    options = ["--policy", "fixed_sp", "--option", "sp=8", "--requests", "50", "--json", str(path)]
+    assert main([*ARGUMENTS, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "Mean TTFT (ms)" in printed
+    result = json.loads(path.read_text())
+    assert (result["schema"], result["kind"]) == ("csps.results", "simulated")
+    assert result["completed"] == 50
+    assert result["policy_options"] == {"sp": 8}
+    assert result["mean_queue_ms"] <= result["mean_ttft_ms"]
+    assert len(result["ttfts"]) == 50
+
+
+def test_a_trace_is_replayed_at_a_rate_of_ones_own(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * it, "input_length": 2000, "output_length": 5} for it in range(20)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "result.json"
+    arguments = ["--cluster", "local", "--trace", str(trace), "--json", str(path)]
+    assert main(arguments) == 0
+    recorded = json.loads(path.read_text())["start_times"]
+    assert main([*arguments, "--rate", "2"]) == 0
+    stretched = json.loads(path.read_text())["start_times"]
+    assert recorded[-1] == pytest.approx(1.9)
+    assert stretched[-1] == pytest.approx(9.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*ARGUMENTS, "--policy", "tetriss"], "unknown scheduling policy"),
+        ([*ARGUMENTS, "--option", "spt_tokens"], "expected NAME=VALUE"),
+        ([*ARGUMENTS, "--option", "spt_token=3"], "did you mean 'spt_tokens'"),
+        (["--cluster", "local", "--workload", "tetris", "--rate", "1"], "unknown workload"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([*arguments, "--requests", "2"])
+
+
+def test_every_shape_of_group_has_a_time() -> None:
+    """Sizes between those of Table 1 are interpolated, and larger groups are faster at length."""
+    table = load_cluster("tetris-16").table
+    assert GroupShape(strategy="exact", sp=16) in dict(table.steps)
+    times = [table.step(sp).predict_ns(131_072) for sp in range(1, 17)]
+    assert times == sorted(times, reverse=True)
