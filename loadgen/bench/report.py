@@ -1,0 +1,58 @@
+"""`csps bench report`: results side by side on one HTML page, and as PNG files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from csps.loadgen.report.page import draw_all, page
+from csps.loadgen.results.files import read_result
+from csps.loadgen.results.result import Result
+from csps.protocols.errors import ConfigError
+
+PNG_DPI = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command."""
+    arguments = parse(argv)
+    results = sorted(map(read_result, _paths(arguments.results)), key=_by_label_and_rate)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(page(results, arguments.title), encoding="utf-8")
+    print(f"report: {arguments.output}")
+    if arguments.png_dir:
+        arguments.png_dir.mkdir(parents=True, exist_ok=True)
+        for name, _, figure in draw_all(results):
+            figure.savefig(arguments.png_dir / f"{name}.png", dpi=PNG_DPI)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="csps bench report", description="One self-contained HTML page of one or more results."
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files, or folders of them")
+    parser.add_argument("--output", "-o", type=Path, default=Path("report.html"))
+    parser.add_argument("--title", default="Load test")
+    parser.add_argument("--png-dir", type=Path, metavar="DIR", help="write the plots here as well")
+    return parser.parse_args(argv)
+
+
+def _by_label_and_rate(result: Result) -> tuple[str, float]:
+    """Runs without a rate come first: they are without load, or of users who wait."""
+    rate = result["request_rate"]
+    return result["label"], 0.0 if isinstance(rate, str) else rate
+
+
+def _paths(given: Sequence[Path]) -> list[Path]:
+    """Files, and those in folders in the order of their names.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    paths = [file for it in given for file in (sorted(it.glob("*.json")) if it.is_dir() else [it])]
+    if not paths:
+        raise ConfigError(f"no JSON file in {', '.join(map(str, given))}")
+    return paths

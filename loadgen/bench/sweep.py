@@ -1,0 +1,183 @@
+"""`csps bench sweep`: the highest request rate at which a server keeps its SLO."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from csps.loadgen.bench import options
+from csps.loadgen.bench.chosen import choose
+from csps.loadgen.bench.limits import Limits
+from csps.loadgen.bench.rate_search import RateSearch
+from csps.loadgen.bench.serve import Target, measure, run_of
+from csps.loadgen.results.files import write_result
+from csps.loadgen.results.result import Result
+from csps.loadgen.results.slo import Slo
+from csps.protocols.errors import ConfigError, FaultError
+
+SLO_FACTOR = 25.0
+"""LoongServe's."""
+ATTAINMENT = 0.9
+LIGHT_PROMPTS = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; status 1 if no rate kept the SLO."""
+    return uvloop.run(Sweep(parse(argv)).run())
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="csps bench sweep",
+        description="Find the highest rate that keeps the SLO: --goodput for a share of requests, "
+        "else 25 times the latencies without load, per token (LoongServe).",
+    )
+    options.add_server_options(parser)
+    options.add_workload_options(parser)
+    options.add_load_options(parser)
+    options.add_result_options(parser)
+    group = parser.add_argument_group("search")
+    group.add_argument("--rates", type=options.numbers, metavar="R,R", help="try these, no others")
+    group.add_argument("--slo-factor", type=options.positive, default=SLO_FACTOR)
+    group.add_argument(
+        "--slo-attainment", type=float, default=ATTAINMENT, help="share, with --goodput (0.9)"
+    )
+    group.add_argument("--max-failed", type=float, default=0.0, help="share of requests (0)")
+    group.add_argument("--light-prompts", type=int, default=LIGHT_PROMPTS, help="without load")
+    group.add_argument("--max-rate", type=options.positive, default=math.inf)
+    group.add_argument("--tolerance", type=options.positive, default=0.1)
+    group.add_argument("--max-runs", type=int, default=12)
+    arguments = parser.parse_args(argv)
+    if arguments.dataset_name == "random" and arguments.num_prompts is None:
+        arguments.num_prompts = 100
+    return arguments
+
+
+class Sweep:
+    """Runs at several rates against one server; every run's result is a file."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._slo = Slo.parse(arguments.goodput)
+        self._label = arguments.label or arguments.backend
+        self._rows: list[tuple[str, ...]] = []
+
+    async def run(self) -> int:
+        """The whole search; the table at its end."""
+        target = await Target.reach(self._arguments)
+        try:
+            await target.warm_up(self._arguments)
+            light = await self._light_load(target)
+            limits = self._limits(light)
+            if self._arguments.rates:
+                found = await self._try_all(target, limits)
+            else:
+                found = await self._search(target, limits, light)
+        finally:
+            target.server.close()
+        print("\n".join(table(self._rows)))
+        name = f"{self._label} keeps the SLO up to"
+        print(f"{name} {found:.3g} requests/s" if found else f"{self._label}: no rate kept the SLO")
+        return 0 if found else 1
+
+    def _limits(self, light: Result) -> Limits:
+        arguments = self._arguments
+        if self._slo:
+            share = arguments.slo_attainment
+            return Limits(most={}, attainment=share, failed=arguments.max_failed)
+        return Limits.times_light_load(light, arguments.slo_factor, failed=arguments.max_failed)
+
+    async def _light_load(self, target: Target) -> Result:
+        """One user, who waits for each answer."""
+        if self._arguments.dataset_path is not None:
+            raise ConfigError("a sweep draws its requests: give --dataset-name, not a file")
+        alone = _changed(self._arguments, request_rate=math.inf, max_concurrency=1)
+        alone.num_prompts, alone.ramp_up_strategy = self._arguments.light_prompts, None
+        result = await self._measure(target, alone, f"{self._label} (no load)", None)
+        if not result["completed"]:
+            raise FaultError(f"no request completed without load: {[*result['failed_by_reason']]}")
+        return result
+
+    async def _try_all(self, target: Target, limits: Limits) -> float | None:
+        kept: list[float] = []
+        for rate in self._arguments.rates:
+            if await self._try(target, limits, rate):
+                kept.append(rate)
+        return max(kept, default=None)
+
+    async def _search(self, target: Target, limits: Limits, light: Result) -> float | None:
+        arguments = self._arguments
+        start = arguments.request_rate
+        if math.isinf(start):
+            start = 1000 / light["mean_e2el_ms"]
+        search = RateSearch(
+            start=min(start, arguments.max_rate),
+            tolerance=arguments.tolerance,
+            max_runs=arguments.max_runs,
+            highest=arguments.max_rate,
+        )
+        while (rate := search.next()) is not None:
+            search.note(rate, ok=await self._try(target, limits, rate))
+        return search.kept
+
+    async def _try(self, target: Target, limits: Limits, rate: float) -> bool:
+        at_rate = _changed(self._arguments, request_rate=rate)
+        result = await self._measure(target, at_rate, self._label, limits)
+        return bool(result["slo_kept"])
+
+    async def _measure(
+        self, target: Target, arguments: argparse.Namespace, label: str, limits: Limits | None
+    ) -> Result:
+        chosen = choose(arguments, chat=target.api.chat, positions=target.positions)
+        run = replace(run_of(target, arguments, self._slo), label=label)
+        result = await measure(target, arguments, chosen, run)
+        missed = "" if limits is None else limits.missed_by(result)
+        result |= {"slo_kept": None if limits is None else not missed, "slo_missed": missed}
+        if limits is not None:
+            result["slo_limits"] = dict(limits.most)
+        load = "no-load" if limits is None else f"{result['request_rate']:.3f}"
+        name = f"{self._label}-{load}.json".replace("/", "_")
+        write_result(result, Path(arguments.result_dir) / name)
+        self._rows.append(_row(result))
+        print("  ".join(self._rows[-1]), flush=True)
+        return result
+
+
+def _changed(arguments: argparse.Namespace, **fields: object) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(arguments) | fields))
+
+
+_HEAD = ("rate", "done/s", "good/s", "TTFT P50", "TTFT P99", "TPOT P50", "failed", "verdict")
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    def shown(name: str, digits: str = ".0f") -> str:
+        return format(result[name], digits) if result.get(name) is not None else "-"
+
+    rate, kept = result["request_rate"], result["slo_kept"]
+    verdict = "no load" if kept is None else "kept" if kept else f"missed: {result['slo_missed']}"
+    return (
+        rate if isinstance(rate, str) else f"{rate:.3g}",
+        shown("request_throughput", ".3g"),
+        shown("request_goodput", ".3g"),
+        shown("median_ttft_ms"),
+        shown("p99_ttft_ms"),
+        shown("median_tpot_ms", ".1f"),
+        str(result["failed"]),
+        verdict,
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """In the order of their rates, the run without load first."""
+    ordered = sorted(rows, key=lambda row: -1.0 if row[0] == "inf" else float(row[0]))
+    widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+    for row in (_HEAD, *ordered):
+        cells = zip(row[:-1], widths, strict=False)
+        yield "  ".join([*(cell.rjust(width) for cell, width in cells), row[-1]])

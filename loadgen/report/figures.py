@@ -1,0 +1,203 @@
+"""Plots of results, drawn with matplotlib from nothing but their JSON."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from csps.loadgen.results.result import Result
+from csps.protocols.errors import ConfigError
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's, which colour-blind people can tell apart."""
+DASHES = ("-", "--", ":", "-.")
+MAX_POINTS = 2000
+"""Of one run's scatter; more are drawn as every n-th."""
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+}
+
+_METADATA = ("Creator", "Date", "Format", "Type")
+"""What matplotlib would say about a picture, with addresses of vocabularies."""
+
+Draw = Callable[[Any, Sequence[Result]], None]
+
+
+def figure(draw: Draw, results: Sequence[Result], *, size: tuple[float, float] = (6.0, 3.4)) -> Any:
+    """A matplotlib figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("reports need matplotlib: pip install 'csps[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(_STYLE):
+        drawn, axis = pyplot.subplots(figsize=size, layout="constrained")
+        draw(axis, results)
+        pyplot.close(drawn)
+        return drawn
+
+
+def svg(drawn: Any, name: str) -> str:
+    """For a page: without the XML head, with ids that no other figure has."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        drawn.savefig(buffer, format="svg", metadata=dict.fromkeys(_METADATA))
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def style(number: int) -> dict[str, str]:
+    """Of the n-th run."""
+    dash = DASHES[number // len(COLORS) % len(DASHES)]
+    return {"color": COLORS[number % len(COLORS)], "linestyle": dash}
+
+
+def cdf_of(column: str, title: str) -> Draw:
+    """Share of requests over seconds of a column, the SLO as a line."""
+
+    def draw(axis: Any, results: Sequence[Result]) -> None:
+        for number, result in enumerate(results):
+            seconds = np.sort([it for it in result[column] if it is not None])
+            if len(seconds):
+                shares = np.arange(1, len(seconds) + 1) / len(seconds)
+                axis.step(1000 * seconds, shares, where="post", label=name(result), **style(number))
+        bounds = {result["slo"].get(column[:-1]) for result in results} - {None}
+        for bound in bounds:
+            axis.axvline(bound, color="#888888", linewidth=1, label=f"SLO {bound:g} ms")
+        _finish(axis, xlabel=f"{title} (ms)", ylabel="share of requests", logx=True)
+
+    return draw
+
+
+def itl_cdf(axis: Any, results: Sequence[Result]) -> None:
+    """Of all gaps between tokens."""
+    for number, result in enumerate(results):
+        quantiles = result["itl_quantiles_ms"]
+        if quantiles:
+            shares = np.linspace(0, 1, len(quantiles))
+            axis.plot(quantiles, shares, label=name(result), **style(number))
+    _finish(axis, xlabel="inter-token latency (ms)", ylabel="share of gaps", logx=True)
+
+
+def ttft_by_length(axis: Any, results: Sequence[Result]) -> None:
+    """Each request as a point, the median of each range of lengths as a line."""
+    for number, result in enumerate(results):
+        points = [
+            (length, 1000 * ttft)
+            for length, ttft in zip(result["input_lens"], result["ttfts"], strict=True)
+            if ttft is not None and length > 0
+        ]
+        if not points:
+            continue
+        lengths, ttfts = np.array(points).T
+        every = -(-len(points) // MAX_POINTS)
+        look = style(number)
+        axis.scatter(lengths[::every], ttfts[::every], s=5, alpha=0.35, color=look["color"])
+        axis.plot(*_medians(lengths, ttfts), marker="o", markersize=3, label=name(result), **look)
+    _finish(axis, xlabel="prompt tokens", ylabel="TTFT (ms)", logx=True, logy=True)
+
+
+def _medians(lengths: np.ndarray, values: np.ndarray) -> tuple[list[float], list[float]]:
+    """Over ranges that double."""
+    ranges = np.floor(np.log2(lengths)).astype(int)
+    chosen = sorted(set(ranges.tolist()))
+    medians = [float(np.median(values[ranges == it])) for it in chosen]
+    return [float(np.median(lengths[ranges == it])) for it in chosen], medians
+
+
+def ttft_over_time(axis: Any, results: Sequence[Result]) -> None:
+    """Each request at its scheduled start."""
+    for number, result in enumerate(results):
+        rows = zip(result["start_times"], result["ttfts"], strict=True)
+        points = [(start, 1000 * ttft) for start, ttft in rows if ttft is not None]
+        if points:
+            every = -(-len(points) // MAX_POINTS)
+            axis.plot(
+                *np.array(points[::every]).T, label=name(result), linewidth=1, **style(number)
+            )
+    _finish(axis, xlabel="scheduled start (s)", ylabel="TTFT (ms)", logy=True)
+
+
+def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
+    """A column of the series over time."""
+
+    def draw(axis: Any, results: Sequence[Result]) -> None:
+        for number, result in enumerate(results):
+            step_s, values = result["series"]["step_s"], np.array(result["series"][column])
+            heights = values / step_s if per_second else values
+            edges = step_s * np.arange(len(values) + 1)
+            axis.stairs(heights, edges, label=name(result), **style(number))
+        _finish(axis, xlabel="time (s)", ylabel=ylabel)
+
+    return draw
+
+
+def over_rate(column: str, ylabel: str) -> Draw:
+    """A field against the request rate, a line for each label."""
+
+    def draw(axis: Any, results: Sequence[Result]) -> None:
+        for number, (label, its) in enumerate(by_label(results).items()):
+            points = [(it["request_rate"], it[column]) for it in its if it.get(column) is not None]
+            if points:
+                axis.plot(*np.array(points).T, marker="o", label=label, **style(number))
+        _finish(axis, xlabel="request rate (req/s)", ylabel=ylabel)
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+
+    return draw
+
+
+def by_label(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Runs of one label with a finite rate, in the order of their rates."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        if not isinstance(result["request_rate"], str):
+            found.setdefault(result["label"], []).append(result)
+    return {label: sorted(its, key=lambda it: it["request_rate"]) for label, its in found.items()}
+
+
+def name(result: Result) -> str:
+    """Of a run in a legend: its label, with its rate or its users, and that it was simulated."""
+    rate, users = result["request_rate"], result["max_concurrency"]
+    load = f"{rate:.3g}/s" if not isinstance(rate, str) else f"{users} users" if users else ""
+    simulated = "simulated" if result["kind"] == "simulated" else ""
+    extra = ", ".join(part for part in (load, simulated) if part)
+    return f"{result['label']} ({extra})" if extra else str(result["label"])
+
+
+def _finish(axis: Any, *, xlabel: str, ylabel: str, logx: bool = False, logy: bool = False) -> None:
+    axis.set_xlabel(xlabel)
+    axis.set_ylabel(ylabel)
+    if logx and axis.has_data():
+        axis.set_xscale("log")
+        _plain_numbers(axis.xaxis)
+    if logy and axis.has_data():
+        axis.set_yscale("log")
+        _plain_numbers(axis.yaxis)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """On a logarithmic axis: 200, not 2 x 10^2."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    axis.set_minor_formatter(NullFormatter())
