@@ -87,6 +87,7 @@ class DecodeLoop:
         self._channel = OrderChannel(engine.mesh)
         self._is_leader = engine.rank == 0
         self._reservations: dict[int, Reservation] = {}
+        self._samplers: dict[int, TokenSampler] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
         self._ended: set[int] = set()
         """Digests of owners that are gone: attachments of routers, so they are few."""
@@ -111,11 +112,14 @@ class DecodeLoop:
             InvalidRequest: the sampling parameters do not fit the model.
         """
         spans = shares_of(request.shares, self._engine.instance)
-        if request.master == self._engine.instance:
-            self._sampler(request)  # so that bad parameters are refused now
+        # Made here and not when the request joins: bad parameters are refused now, and what long
+        # lists cost does not delay the batch.
+        sampler = self._sampler(request) if request.master == self._engine.instance else None
         with self._changed:
             self._refuse_unwanted(request.rid, owner)
             self._engine.pool.allocate(request.rid, [*spans, *self._answer(request)])
+            if sampler is not None:
+                self._samplers[request.rid] = sampler
             self._reservations[request.rid] = Reservation(
                 request=request,
                 spans=spans,
@@ -227,9 +231,8 @@ class DecodeLoop:
             if order.rid not in self._left:
                 raise FaultError(f"request {order.rid} joins without a reservation")
             return
-        sampler = None
-        if reservation.request.master == self._engine.instance:
-            sampler = self._sampler(reservation.request)
+        sampler = self._samplers.get(order.rid)
+        if sampler is not None:
             sampler.observe(order.token)
         reservation.joined(self._engine.rank)
         index = drawn_before(reservation.request.drawn) + 1
@@ -253,6 +256,7 @@ class DecodeLoop:
             if len(self._left) > REMEMBERED_LEAVES:
                 self._left.popitem(last=False)
             reservation = self._reservations.pop(rid, None)
+            self._samplers.pop(rid, None)
         if reservation is not None:
             with reservation.lock:
                 reservation.closed = True

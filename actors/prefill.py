@@ -39,6 +39,7 @@ from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
 from csps.actors.progress_report import ProgressReport
 from csps.actors.request_book import RequestBook
 from csps.actors.sampler_request import drawn_before, sampler_of
+from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
@@ -323,14 +324,20 @@ class PrefillLoop:
         )
 
     def _draw(self, pieces: Sequence[PrefillPiece], logits_tv: Tensor) -> None:
-        drawn: list[TokenDrawn] = []
-        for piece, logits_v in zip(pieces, logits_tv, strict=True):
-            index = drawn_before(piece.drawn)
+        samplers: dict[int, TokenSampler] = {}
+        for row, piece in enumerate(pieces):
             try:
-                sampler = sampler_of(piece, self._engine.spec.vocab)
-                drawn.append(token_drawn(piece.rid, index, sampler.draw(logits_v, index)))
+                samplers[row] = sampler_of(piece, self._engine.spec.vocab)
             except CspsError as exc:
                 self._fail(piece.rid, exc)
+        indices = [drawn_before(pieces[row].drawn) for row in samplers]
+        draws = draw_batch(list(samplers.values()), logits_tv[list(samplers)], indices)
+        drawn: list[TokenDrawn] = []
+        for row, index, draw in zip(samplers, indices, draws, strict=True):
+            if isinstance(draw, CspsError):
+                self._fail(pieces[row].rid, draw)
+            else:
+                drawn.append(token_drawn(pieces[row].rid, index, draw))
         if drawn:
             self._notify("tokens", Tokens.of(drawn))
 

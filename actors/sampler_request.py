@@ -29,7 +29,7 @@ def sampler_of(request: SamplerRequest, vocab: int) -> TokenSampler:
     Raises:
         InvalidRequest: the sampling parameters do not fit the model.
     """
-    prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").tolist()
+    prompt = np.frombuffer(request.prompt_tokens, dtype="<i4").astype(np.int64)
     sampler = TokenSampler(request.sampling, vocab, prompt)
     for token in np.frombuffer(request.drawn, dtype="<i4").tolist():
         sampler.observe(token)

@@ -18,11 +18,11 @@ from csps.actors.sampling import (
     BadLogits,
     Draw,
     TokenSampler,
-    _inverse_cdf,
-    candidates,
     draw_batch,
+    edited,
     uniform,
 )
+from csps.kernels.draw import candidates
 from csps.protocols.errors import InvalidRequest
 from csps.protocols.messages import Sampling
 
@@ -40,6 +40,12 @@ def sampler_after(sampling: Sampling, prompt: Sequence[int], answer: Sequence[in
     for token in answer:
         sampler.observe(token)
     return sampler
+
+
+def scores_of(sampling: Sampling, logits_v: Tensor) -> Tensor:
+    """The edited logits of the token that follows ANSWER."""
+    sampler = sampler_after(sampling, PROMPT, ANSWER)
+    return edited([sampler], logits_v[None], [len(ANSWER)])[0]
 
 
 # --- the reference -----------------------------------------------------------------------------
@@ -88,9 +94,12 @@ def reference_distribution(scores: list[float], s: Sampling) -> dict[int, float]
 
 
 def distribution(scores_v: Tensor, sampling: Sampling) -> dict[int, float]:
-    ids_c, probs_c = candidates(scores_v, sampling)
+    filters = TokenSampler(sampling, len(scores_v)).filters
+    ((rows, ids_bc, probs_bc),) = candidates(scores_v[None].float(), [filters])
+    assert rows.tolist() == [0]
+    ids_c = torch.arange(len(scores_v)) if ids_bc is None else ids_bc[0]
     assert (ids_c.diff() > 0).all()
-    probs = (probs_c / probs_c.sum()).tolist()
+    probs = (probs_bc[0] / probs_bc.sum()).tolist()
     return {token: p for token, p in zip(ids_c.tolist(), probs, strict=True) if p > 0}
 
 
@@ -121,7 +130,7 @@ def test_filters_keep_what_the_reference_keeps(logits: list[float], sampling: Sa
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
 def test_top_p_of_a_large_vocabulary(p: float, scale: float) -> None:
     logits_v = logits_of(5, vocab=5000, scale=scale)
-    ids_c, _ = candidates(logits_v, replace(RANDOM, top_p=p))
+    ids_c = torch.tensor(list(distribution(logits_v, replace(RANDOM, top_p=p))))
     probs_v, order = logits_v.double().softmax(0).sort(descending=True, stable=True)
     mass = probs_v.cumsum(0)
     count = len(ids_c)
@@ -167,7 +176,7 @@ EDITS = {
 def test_edits_match_the_reference(name: str, dtype: torch.dtype) -> None:
     logits_v = logits_of(3).to(dtype)
     untouched = logits_v.clone()
-    scores_v = sampler_after(EDITS[name], PROMPT, ANSWER).edited(logits_v, len(ANSWER))
+    scores_v = scores_of(EDITS[name], logits_v)
     expected = reference_scores(untouched.tolist(), EDITS[name], PROMPT, ANSWER)
     assert scores_v.tolist() == pytest.approx(expected, rel=1e-5)
     assert torch.equal(logits_v, untouched)
@@ -216,7 +225,7 @@ def test_distribution_is_that_of_transformers(seed: int) -> None:
         stop_token_ids=(seed % 7, 8),
     )
     logits_v = logits_of(100 + seed)
-    scores_v = sampler_after(sampling, PROMPT, ANSWER).edited(logits_v, len(ANSWER))
+    scores_v = scores_of(sampling, logits_v)
     expected = transformers_distribution(logits_v, sampling)
     assert distribution(scores_v, sampling) == pytest.approx(expected, rel=1e-5)
 
@@ -297,15 +306,6 @@ def test_draw_depends_on_seed_and_index_only() -> None:
         assert draw.token == expected[index]
         for rank in {0, 1, 2} - {turn}:
             moved[rank].observe(draw.token)
-
-
-@pytest.mark.parametrize(("u", "token"), [(0.0, 11), (0.5, 13), (1 - 2**-52, 13)])
-@pytest.mark.parametrize("total", [1.0, 0.3, 1e-300, 1e300])
-def test_edges_of_the_random_number_never_hit_an_impossible_token(
-    u: float, token: int, total: float
-) -> None:
-    probs_c = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64) * total
-    assert _inverse_cdf(torch.arange(10, 15), probs_c, u) == token
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
@@ -428,3 +428,96 @@ def test_bias_outside_the_vocabulary_is_the_clients_mistake() -> None:
     with pytest.raises(InvalidRequest, match="token 12; the vocabulary has 12 tokens") as caught:
         TokenSampler(replace(RANDOM, logit_bias={12: 1.0}), VOCAB)
     assert caught.value.param == "logit_bias"
+
+
+# --- a whole batch -------------------------------------------------------------------------------
+
+RECORDED: list[tuple[Sampling, list[int]]] = [
+    (RANDOM, [43, 809, 11942, 4934, 3, 1157, 29840, 3765, 47, 629, 4861, 5526]),
+    (
+        replace(RANDOM, temperature=0.7, top_p=0.9),
+        [20, 811, 13474, 3030, 3, 1004, 9208, 4962, 2, 629, 1402, 4079],
+    ),
+    (
+        replace(RANDOM, temperature=1.3, top_k=20),
+        [30, 811, 5953, 688, 20, 200, 340, 612, 26, 434, 24625, 5314],
+    ),
+    (
+        replace(RANDOM, top_k=50, top_p=0.8, min_p=0.02),
+        [13, 1201, 30215, 4921, 44, 229, 4059, 1082, 6, 1128, 27799, 1887],
+    ),
+    (
+        replace(RANDOM, min_p=0.05, temperature=1.9),
+        [27, 1060, 5311, 4451, 41, 522, 17440, 5632, 1, 972, 9468, 3939],
+    ),
+    (
+        replace(RANDOM, top_p=0.999, temperature=2.0),
+        [46, 1116, 30240, 1281, 41, 1207, 4132, 2889, 5, 499, 3240, 2853],
+    ),
+    (
+        replace(
+            RANDOM, top_k=700, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias={3: 2.0}
+        ),
+        [43, 633, 24500, 1595, 11, 383, 691, 405, 4, 1128, 4353, 3203],
+    ),
+]
+"""Tokens of twelve (seed, index, logits) by the code that drew row by row: a seed promises them."""
+
+
+def test_seeds_draw_what_they_have_always_drawn() -> None:
+    for case, (sampling, expected) in enumerate(RECORDED):
+        drawn = []
+        for i in range(12):
+            vocab, scale = [(50, 1.0), (1283, 3.0), (32000, 0.3), (6000, 2.0)][i % 4]
+            sampler = TokenSampler(replace(sampling, seed=10 * case + i), vocab, [1, 2, 3])
+            drawn.append(sampler.draw(logits_of(i, vocab, scale), i).token)
+        assert drawn == expected
+
+
+KINDS = [
+    GREEDY,
+    RANDOM,
+    replace(RANDOM, top_k=5, seed=9, logprobs=2),
+    replace(GREEDY, presence_penalty=1.5, logprobs=0),
+    replace(RANDOM, top_p=0.7, repetition_penalty=1.3, logit_bias={2: 1.0}),
+    replace(RANDOM, min_tokens=30, stop_token_ids=(1, 2, 3), frequency_penalty=0.2),
+    replace(GREEDY, min_tokens=3, stop_token_ids=tuple(range(VOCAB))),
+    replace(RANDOM, min_tokens=3, stop_token_ids=(4,), logprobs=2),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
+    index=st.integers(0, 5),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_every_row_of_a_batch_is_drawn_as_if_it_were_alone(
+    kinds: list[Sampling], index: int, seed: int, dtype: torch.dtype
+) -> None:
+    logits_bv = torch.stack([logits_of(seed + row) for row in range(len(kinds))]).to(dtype)
+    untouched = logits_bv.clone()
+    together = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
+    alone = [sampler_after(it, PROMPT, ANSWER) for it in kinds]
+    indices = [index + row for row in range(len(kinds))]
+    draws = draw_batch(together, logits_bv, indices)
+    for row, draw in enumerate(draws):
+        (expected,) = draw_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
+        assert repr(draw) == repr(expected)
+    assert torch.equal(logits_bv, untouched)
+    # What was remembered is the same as well.
+    again = draw_batch(together, logits_bv, indices)
+    for row, draw in enumerate(again):
+        (expected,) = draw_batch([alone[row]], logits_bv[row : row + 1], [indices[row]])
+        assert repr(draw) == repr(expected)
+
+
+def test_a_long_list_of_stop_tokens_is_a_mask() -> None:
+    """151,936 stop tokens: whatever a draw does with them does not walk the list."""
+    vocab = 151_936
+    sampling = replace(GREEDY, stop_token_ids=tuple(range(1, vocab)), min_tokens=2)
+    sampler = TokenSampler(sampling, vocab)
+    logits_v = logits_of(0, vocab)
+    assert sampler.draw(logits_v, 0) == Draw(token=0)
+    assert sampler.draw(logits_v, 2).finish_reason == "stop"
