@@ -96,6 +96,8 @@ class DecodeLoop:
         self._batch: list[_Decoding] = []
         self._routes = QueryRoutes(rows=(), held_here=())
         self.iterations = 0
+        self.iterating_s = 0.0
+        """What they took, orders included, while the batch was not empty."""
         self._busy_since: float | None = None
 
     # --- called from other threads ---------------------------------------------------------
@@ -198,7 +200,13 @@ class DecodeLoop:
                 if orders:
                     self._apply(orders)
                 finished = self._iterate() if self._batch else []
-                self._busy_since = None
+                self._count_time()
+
+    def _count_time(self) -> None:
+        assert self._busy_since is not None, "orders have been waited for"
+        if self._batch:
+            self.iterating_s += time.monotonic() - self._busy_since
+        self._busy_since = None
 
     def _next_orders(self, finished: list[int]) -> list[Order]:
         if not self._is_leader:

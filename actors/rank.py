@@ -358,6 +358,7 @@ class Rank:
             running=self._decode.running if self._decode else 0,
             waiting=self._prefill.waiting if self._prefill else 0,
             iterations=self._decode.iterations if self._decode else 0,
+            iterating_s=self._decode.iterating_s if self._decode else 0.0,
         )
 
     # --- bridge ----------------------------------------------------------------------------

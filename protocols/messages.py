@@ -402,3 +402,6 @@ class RankStats:
     running: int
     waiting: int
     iterations: int
+    """Of decoding, since the rank exists."""
+    iterating_s: float = 0.0
+    """Seconds that they took."""

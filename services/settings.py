@@ -147,6 +147,9 @@ class Settings(Section):
     """One key a line; `CSPS_API_KEYS` (comma separated) adds to it. None of both: open server."""
     drain_s: Seconds = 30.0
     """How long a stopping server lets running requests finish."""
+    scaling_information_base: str = "run/scaling-information-base.sqlite"
+    """What `csps profile` has measured on this machine with this model (`docs/profiling.md`).
+    Without the file, steps are predicted with the coefficients that come with csps."""
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
     queue: QueueSettings = QueueSettings()
@@ -182,6 +185,9 @@ class Settings(Section):
             update={
                 "model": str(self.model_dir),
                 "served_model_name": self.model_name,
+                "scaling_information_base": str(
+                    Path(self.scaling_information_base).expanduser().resolve()
+                ),
                 "telemetry": self.telemetry.model_copy(update={"spans_dir": str(spans)}),
             }
         )

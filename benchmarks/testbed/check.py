@@ -11,11 +11,10 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from testbed.network import Server, Testbed
 
-PROBE = Path(__file__).with_name("probe.py")
+PROBE = "csps.actors.link_probe"
 PROBE_S = 120.0
 """For both ends of a probe to start, measure and end."""
 
@@ -61,7 +60,7 @@ def round_trip_s(source: Server, sink: Server) -> float:
 
 def _probe(source: Server, sink: Server, megabytes: float, rounds: int) -> list[float]:
     """Seconds of each round."""
-    sizes = (str(megabytes), str(rounds))
+    sizes = (str(int(megabytes * 1e6)), str(rounds))
     first = _start(source, "0", source.address, "-", *sizes)
     try:
         assert first.stdout is not None
@@ -75,10 +74,10 @@ def _probe(source: Server, sink: Server, megabytes: float, rounds: int) -> list[
     finally:
         first.kill()
         first.communicate()
-    seconds: list[float] = json.loads(output)
-    return seconds
+    [seconds] = json.loads(output)
+    return list(seconds)
 
 
 def _start(server: Server, *arguments: str) -> subprocess.Popen[str]:
-    command = server.command(sys.executable, str(PROBE), *arguments)
+    command = server.command(sys.executable, "-m", PROBE, *arguments)
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -47,6 +47,9 @@ COMMANDS = {
     "simulate": Command(
         "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
     ),
+    "profile": Command(
+        "services.profiling.command", "main", "measure what steps and links take here"
+    ),
     "eval": Command("services.eval_command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""

@@ -1,0 +1,111 @@
+"""`csps profile steps|links`: measure, keep in the scaling information base, fit and show."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from csps.configurator.scaling_information_base import (
+    FitRow,
+    LinkRow,
+    ScalingInformationBase,
+    StepRow,
+)
+from csps.services.deploy_config import read_config
+from csps.services.gangs import resolve_device
+from csps.services.model_check import check_model
+from csps.services.profiling.fitting import fit_table
+from csps.services.profiling.identity import identity_of
+from csps.services.profiling.latency_source import LATENCY
+from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_link
+from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
+from csps.services.profiling.step_profile import Effort, StepProfile
+from csps.services.scheduling.latency import LatencyTable
+from csps.services.settings import Settings
+
+QUICK = Effort(quick=True, rounds=1, iterations=16, limit_s=60.0)
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command."""
+    arguments = _arguments(argv)
+    settings = read_config(arguments.config).settings
+    check_model(settings)
+    path = arguments.sib or Path(settings.scaling_information_base)
+    with ScalingInformationBase.create(path, identity_of(settings)) as base:
+        try:
+            if arguments.what == "steps":
+                asyncio.run(StepProfile(base, settings, _effort(arguments), _say).run())
+            else:
+                asyncio.run(_links(base, settings, quick=arguments.quick))
+        finally:
+            # Also after Ctrl-C: what was measured is kept, and the next run goes on from there.
+            _show(base, _fit(base, settings), arguments.what)
+
+
+async def _links(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:
+    device = resolve_device(settings.device, settings.prefill.num_gpus)
+    load, sizes = os.getloadavg()[0], QUICK_SIZES if quick else SIZES
+    _say(f"two ranks of this machine, {len(sizes)} sizes; measurements are kept in {base.path}")
+    for size, seconds in (await measure_link(sizes, host="127.0.0.1", device=device)).items():
+        base.add(LinkRow(kind=INSIDE, bytes=size, seconds=seconds, load=load, date=_now()))
+
+
+def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | None:
+    """Fit all there is and keep the coefficients; None where no step was measured."""
+    steps = base.rows(StepRow)
+    if not steps:
+        return None
+    table = fit_table(f"{settings.model_name}, profiled here", steps, base.rows(LinkRow))
+    last = base.latest_fit(LATENCY)
+    if last is None or last.digest != table.digest:
+        base.add(FitRow(name=LATENCY, digest=table.digest, canonical=table.canonical, date=_now()))
+    return table
+
+
+def _show(base: ScalingInformationBase, table: LatencyTable | None, what: str) -> None:
+    if what == "links":
+        lines = link_lines(base.rows(LinkRow))
+    else:
+        lines = [*step_lines(base.rows(StepRow)), *(coefficient_lines(table) if table else [])]
+    for line in lines:
+        _say(line)
+
+
+def _effort(arguments: argparse.Namespace) -> Effort:
+    effort = QUICK if arguments.quick else Effort()
+    chosen = {"again": arguments.again}
+    if arguments.limit is not None:
+        chosen["limit_s"] = arguments.limit
+    return Effort(**{**vars(effort), **chosen})
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="csps profile",
+        description="Measure what steps and links take on this machine, with the ranks of the "
+        "configured server, which should not run meanwhile.",
+    )
+    parser.add_argument("what", choices=("steps", "links"))
+    parser.add_argument("--config", type=Path, default=Path("config.yaml"))
+    parser.add_argument(
+        "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer points, a minute")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="begin nothing new after so long"
+    )
+    parser.add_argument("--again", action="store_true", help="also what has been measured")
+    return parser.parse_args(argv)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

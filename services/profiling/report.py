@@ -1,0 +1,78 @@
+"""What `csps profile` prints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from csps.configurator.scaling_information_base import LinkRow, StepRow
+from csps.services.profiling.fitting import DECODE, FittedPoint, fitted_points, links_by_kind
+from csps.services.scheduling.latency import LatencyTable, in_seconds
+from csps.services.scheduling.latency_fit import fit_link
+
+
+def step_lines(rows: Sequence[StepRow]) -> list[str]:
+    """Measured beside fitted, and what the fit without a point says about it."""
+    lines = []
+    for shape, points in groupby(fitted_points(rows), key=lambda it: it.shape):
+        group = list(points)
+        what = "decode" if shape.strategy == DECODE else f"prefill ({shape.strategy})"
+        lines += [
+            "",
+            f"{what}, {shape.sp} instance{'s' * (shape.sp > 1)}, tp {shape.tp}",
+            f"{'tokens':>8}{'history':>9}{'batch':>7}{'measured':>12}{'fitted':>12}"
+            f"{'error':>8}{'held out':>10}",
+            *map(_point_line, group),
+            f"  relative error: {_errors(it.fitted / it.seconds - 1 for it in group)}",
+            f"  held out:       {_errors(it.held_out / it.seconds - 1 for it in group)}",
+        ]
+    return lines
+
+
+def _point_line(point: FittedPoint) -> str:
+    error, held_out = point.fitted / point.seconds - 1, point.held_out / point.seconds - 1
+    return (
+        f"{point.tokens:>8}{point.history:>9}{point.batch:>7}{point.seconds * 1e3:>9.2f} ms"
+        f"{point.fitted * 1e3:>9.2f} ms{error:>8.1%}{held_out:>10.1%}"
+    )
+
+
+def _errors(errors: Iterable[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"median {statistics.median(sizes):.1%}, most {sizes[-1]:.1%}, {len(sizes)} points"
+
+
+def link_lines(rows: Sequence[LinkRow]) -> list[str]:
+    """Measured beside fitted, and latency and bandwidth."""
+    lines = []
+    for kind, measured in links_by_kind(rows).items():
+        cost = fit_link(measured)
+        lines += ["", f"{kind} a server", f"{'bytes':>10}{'measured':>12}{'fitted':>12}"]
+        lines += [
+            f"{it.size:>10}{it.seconds * 1e3:>9.3f} ms{cost.predict_ns(it.size) / 1e6:>9.3f} ms"
+            for it in measured
+        ]
+        speed = 1e-9 / in_seconds(cost.b) if cost.b else float("inf")
+        lines.append(f"  latency {in_seconds(cost.a) * 1e6:.0f} us, {speed:.3f} GB/s")
+    return lines
+
+
+def coefficient_lines(table: LatencyTable) -> list[str]:
+    """The table in seconds, for reading and for copying into a cluster file."""
+    lines = ["", f"latency table '{table.name}', digest {table.digest[:12]}"]
+    for shape, cost in table.steps:
+        numbers = _numbers(cost.a, cost.b, cost.c, cost.d)
+        lines.append(f"  {shape.strategy}, {shape.sp} x tp {shape.tp}: a, b, c, d = {numbers}")
+    for shape, decode in table.decode:
+        for name, line in (("up to", decode.small), ("above", decode.large)):
+            numbers = _numbers(line.a, line.b, line.c)
+            lines.append(
+                f"  decode, {shape.sp} x tp {shape.tp}, {name} {decode.tipping_batch} requests: "
+                f"a, b, c = {numbers}"
+            )
+    return lines
+
+
+def _numbers(*fixed: int) -> str:
+    return "[" + ", ".join(f"{in_seconds(number):.4g}" for number in fixed) + "] s"

@@ -1,0 +1,164 @@
+"""Measuring all steps of a plan that have not been measured yet."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import zip_longest
+
+from csps.configurator.scaling_information_base import ScalingInformationBase, StepRow
+from csps.models.spec import read_spec
+from csps.services.profiling.cell import Cell, open_cell
+from csps.services.profiling.fitting import DECODE, EXACT
+from csps.services.profiling.plan import DecodeRun, Limits, StepRun, decode_runs, step_runs
+from csps.services.profiling.steps import measure_iterations, measure_step
+from csps.services.settings import DecodeSettings, PrefillSettings, Settings
+
+Say = Callable[[str], None]
+Run = StepRun | DecodeRun
+WARM_UP = 256
+"""Tokens of the first step of each group, which is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    quick: bool = False
+    again: bool = False
+    """Measure also what has been measured."""
+    rounds: int = 3
+    """Measurements of each step and batch."""
+    iterations: int = 32
+    """Of decoding, which are one measurement."""
+    limit_s: float = 600.0
+    """Nothing new is begun after so long."""
+
+
+class StepProfile:
+    """One run of `csps profile steps`."""
+
+    def __init__(
+        self, base: ScalingInformationBase, settings: Settings, effort: Effort, say: Say
+    ) -> None:
+        self._base = base
+        self._settings = settings
+        self._effort = effort
+        self._say = say
+        self._deadline = time.monotonic() + effort.limit_s
+
+    async def run(self) -> None:
+        """Measure; every measurement is kept at once."""
+        runs = self._open_runs()
+        self._say(f"{len(runs)} runs to do; measurements are kept in {self._base.path}")
+        if not runs:
+            return
+        self._say("starting ranks ...")
+        async with open_cell(self._settings) as cell:
+            for sp in sorted({run.sp for run in runs if isinstance(run, StepRun)}):
+                await measure_step(cell, StepRun(sp=sp, tokens=WARM_UP))
+            for number, run in enumerate(runs, start=1):
+                if time.monotonic() > self._deadline:
+                    self._say("out of time; the same command goes on from here")
+                    return
+                row = await self._measure(cell, run)
+                took = f"{row.seconds * 1e3:.2f} ms"
+                self._say(f"[{number}/{len(runs)}] {_described(run)}: {took}")
+
+    def _open_runs(self) -> list[Run]:
+        """Everything once, then everything again, so that what disturbs the machine for a while
+        does not disturb one point every time. By turns of both kinds, so that a profile that is cut
+        short has something of each."""
+        quick, settings = self._effort.quick, self._settings
+        steps = step_runs(self._limits(settings.prefill), quick=quick)
+        decodes = decode_runs(
+            self._limits(settings.decode),
+            quick=quick,
+            answer=self._effort.iterations,
+            max_batch=settings.decode.max_batch,
+            max_prompt=settings.prefill.instances * (settings.prefill.kv_slots - 1),
+        )
+        known = Counter() if self._effort.again else Counter(map(_key, self._base.rows(StepRow)))
+        turns = [run for pair in zip_longest(steps, decodes) for run in pair if run is not None]
+        return [
+            run
+            for number in range(1, self._effort.rounds + 1)
+            for run in turns
+            if known[self._last_key(run)] < number
+        ]
+
+    def _limits(self, gang: PrefillSettings | DecodeSettings) -> Limits:
+        longest = read_spec(self._settings.model_dir).max_positions
+        return Limits(
+            instances=gang.instances,
+            kv_slots=gang.kv_slots,
+            max_positions=min(longest, self._settings.max_positions or longest),
+        )
+
+    def _last_key(self, run: Run) -> tuple[object, ...]:
+        """Of the row that a run ends with."""
+        if isinstance(run, StepRun):
+            rows = self._step_rows(run, [0.0] * run.chunks, 0.0)
+            return _key(rows[-1])
+        return _key(self._iteration_row(run, 0.0, 0.0))
+
+    async def _measure(self, cell: Cell, run: Run) -> StepRow:
+        """Measure a run and keep its rows; returns the last, which says most."""
+        load = os.getloadavg()[0]
+        if isinstance(run, StepRun):
+            rows = self._step_rows(run, await measure_step(cell, run), load)
+        else:
+            seconds = await measure_iterations(cell, run, self._effort.iterations)
+            rows = [self._iteration_row(run, seconds, load)]
+        for row in rows:
+            self._base.add(row)
+        return rows[-1]
+
+    def _step_rows(self, run: StepRun, seconds: Sequence[float], load: float) -> list[StepRow]:
+        return [
+            StepRow(
+                strategy=EXACT,
+                group_shape=str(run.sp),
+                tp=self._settings.prefill.tp,
+                tokens=run.tokens,
+                history=chunk * run.tokens,
+                batch=run.batch,
+                seconds=taken,
+                load=load,
+                date=_now(),
+            )
+            for chunk, taken in enumerate(seconds)
+        ]
+
+    def _iteration_row(self, run: DecodeRun, seconds: float, load: float) -> StepRow:
+        return StepRow(
+            strategy=DECODE,
+            group_shape=str(run.sp),
+            tp=self._settings.decode.tp,
+            tokens=1,
+            # What a request attends to half-way through its answer.
+            history=run.context + self._effort.iterations // 2,
+            batch=run.batch,
+            seconds=seconds,
+            load=load,
+            date=_now(),
+        )
+
+
+def _key(row: StepRow) -> tuple[object, ...]:
+    return row.strategy, row.group_shape, row.tp, row.tokens, row.history, row.batch
+
+
+def _described(run: Run) -> str:
+    if isinstance(run, DecodeRun):
+        return f"decode on {run.sp}, {run.batch} x {run.context} tokens of context"
+    chunks = f" in {run.chunks} chunks" if run.chunks > 1 else ""
+    return f"prefill on {run.sp}, {run.batch} x {run.longest} tokens{chunks}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,183 @@
+"""The scaling information base: identity, schema, and several processes at once."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csps.configurator import scaling_information_base
+from csps.configurator.scaling_information_base import (
+    AccuracyRow,
+    FitRow,
+    Identity,
+    LinkRow,
+    PhaseRow,
+    ScalingInformationBase,
+    StepRow,
+)
+from csps.protocols.errors import ConfigError, DeadlineExceeded
+
+HERE = Identity(
+    weights="w1", dtype="float32", device="cpu", cores=2, torch="2.13", ranks_per_core=2.0
+)
+STEP = StepRow(
+    strategy="ulysses",
+    group_shape="2",
+    tp=1,
+    tokens=1024,
+    history=0,
+    batch=1,
+    seconds=0.05,
+    load=0.5,
+    date="2026-11-22T03:00:00+00:00",
+)
+ROWS = [
+    STEP,
+    LinkRow(kind="inside", bytes=8, seconds=1e-4, load=0.0, date="d"),
+    PhaseRow(
+        strategy="csa", group_shape="2", tp=1, phase="attention", tokens=8, keys=16, bytes=0,
+        seconds=1e-3, load=0.0, date="d",
+    ),
+    AccuracyRow(
+        tokens=4096, levels=2, drop_ratio=0.25, group_shape="2", questions=50, right_exact=49,
+        right=48, date="d",
+    ),
+    FitRow(name="latency", digest="ab", canonical=b"\x00{}", date="d"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "sib.sqlite"
+
+
+def test_rows_of_every_kind_come_back_as_they_were(path: Path) -> None:
+    with ScalingInformationBase.create(path, HERE) as base:
+        for row in ROWS:
+            base.add(row)
+    again = ScalingInformationBase.read(path, HERE)
+    assert again is not None
+    with again:
+        for row in ROWS:
+            assert again.rows(type(row)) == [row]
+
+
+def test_a_missing_file_is_no_error_for_a_reader_and_is_not_made(path: Path) -> None:
+    assert ScalingInformationBase.read(path, HERE) is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights", "w2"),
+        ("dtype", "bfloat16"),
+        ("device", "another processor"),
+        ("cores", 4),
+        ("torch", "2.12"),
+        ("ranks_per_core", 1.0),
+    ],
+)
+def test_another_identity_is_refused_in_one_line_that_names_the_difference(
+    path: Path, field: str, value: object
+) -> None:
+    ScalingInformationBase.create(path, HERE).close()
+    other = replace(HERE, **{field: value})  # type: ignore[arg-type]
+    for opening in (ScalingInformationBase.create, ScalingInformationBase.read):
+        with pytest.raises(ConfigError, match=f"{field} .*here it is {value}") as error:
+            opening(path, other)
+        assert "\n" not in str(error.value)
+
+
+def test_the_latest_fit_of_a_name_counts(path: Path) -> None:
+    with ScalingInformationBase.create(path, HERE) as base:
+        assert base.latest_fit("latency") is None
+        for digest in ("first", "last"):
+            base.add(FitRow(name="latency", digest=digest, canonical=b"", date="d"))
+        base.add(FitRow(name="other", digest="x", canonical=b"", date="d"))
+        found = base.latest_fit("latency")
+        assert found is not None
+        assert found.digest == "last"
+
+
+def test_another_schema_is_refused(path: Path) -> None:
+    ScalingInformationBase.create(path, HERE).close()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(ConfigError, match=r"schema 1 \(found 99\)"):
+        ScalingInformationBase.read(path, HERE)
+
+
+def test_files_of_something_else_are_refused_and_left_alone(path: Path, tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database, and long enough to be read as the header of one " * 20)
+    before = text.read_bytes()
+    with pytest.raises(ConfigError, match="not a database"):
+        ScalingInformationBase.create(text, HERE)
+    assert text.read_bytes() == before
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as database:
+        database.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(ConfigError, match="no scaling information base"):
+        ScalingInformationBase.create(other, HERE)
+    with sqlite3.connect(other) as database:
+        assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+
+
+def test_a_folder_is_not_a_base(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        ScalingInformationBase.create(tmp_path, HERE)
+
+
+def test_a_base_that_another_process_keeps_locked_is_given_up(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling_information_base, "WRITE_S", 0.05)
+    ScalingInformationBase.create(path, HERE).close()
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with (
+        ScalingInformationBase.create(path, HERE) as base,
+        pytest.raises(DeadlineExceeded, match=r"transaction of .*sib\.sqlite"),
+    ):
+        base.add(STEP)
+    assert base.path == path
+    holder.execute("ROLLBACK")
+    holder.close()
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_scaling_information_base import HERE, STEP
+from csps.configurator.scaling_information_base import ScalingInformationBase
+sys.stdin.readline()
+with ScalingInformationBase.create(Path(sys.argv[1]), HERE) as base:
+    for number in range(50):
+        base.add(replace(STEP, tokens=number, batch=int(sys.argv[2])))
+"""
+
+
+def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> None:
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(number), str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+        )
+        for number in range(3)
+    ]
+    for writer in writers:  # all are past their imports, or nearly
+        assert writer.stdin is not None
+        writer.stdin.close()
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    with ScalingInformationBase.create(path, HERE) as base:
+        rows = base.rows(StepRow)
+    for number in range(3):
+        assert [row.tokens for row in rows if row.batch == number] == list(range(50))

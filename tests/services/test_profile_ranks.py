@@ -1,0 +1,156 @@
+"""`csps profile` with rank processes of its own, and a plan of a few short runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase, StepRow
+from csps.protocols.errors import FaultError
+from csps.services.profiling import command, links, plan, step_profile
+from csps.services.profiling.cell import Cell, open_cell
+from csps.services.profiling.identity import identity_of
+from csps.services.profiling.latency_source import latency_table
+from csps.services.profiling.plan import DecodeRun, StepRun
+from csps.services.profiling.step_profile import Effort, StepProfile
+from csps.services.profiling.steps import measure_iterations, measure_step
+from csps.services.settings import Settings
+
+
+@pytest.fixture
+def settings(tiny_llama: Path, tmp_path: Path) -> Settings:
+    gang = {"instances": 2, "kv_slots": 2048}
+    return Settings.model_validate(
+        {
+            "model": str(tiny_llama),
+            "scaling_information_base": str(tmp_path / "sib.sqlite"),
+            "prefill": gang,
+            "decode": gang,
+        }
+    )
+
+
+@pytest.fixture
+def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "QUICK_PROMPTS", (32, 64))
+    monkeypatch.setattr(plan, "QUICK_CHAINS", ((48, 3),))
+    monkeypatch.setattr(plan, "QUICK_BATCHES", ((25, 3),))
+    monkeypatch.setattr(plan, "QUICK_DECODE_BATCHES", (1, 3))
+    monkeypatch.setattr(plan, "QUICK_DECODE_CONTEXTS", (33,))
+
+
+async def used_slots(cell: Cell) -> set[int]:
+    stats = [*await cell.prefill.stats(), *await cell.decode.stats()]
+    return {it.kv_used for it in stats}
+
+
+async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
+    settings: Settings,
+) -> None:
+    async with open_cell(settings) as cell:
+        seconds = await measure_step(cell, StepRun(sp=2, tokens=41, chunks=3, batch=2))
+        assert len(seconds) == 3
+        assert min(seconds) > 0
+        assert await used_slots(cell) == {0}
+        assert await measure_iterations(cell, DecodeRun(sp=2, context=37, batch=3), 8) > 0
+        assert await used_slots(cell) == {0}
+        processes = [it.pid for it in (*cell.prefill.descriptions, *cell.decode.descriptions)]
+    assert len(set(processes)) == 4
+    for pid in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Settings) -> None:
+    async with open_cell(settings) as cell:
+        os.kill(cell.prefill.descriptions[1].pid, signal.SIGKILL)
+        with pytest.raises(FaultError, match="rank 1 of prefill gang"):
+            await measure_step(cell, StepRun(sp=2, tokens=64))
+
+
+def test_the_command_measures_fits_and_does_not_measure_again(
+    settings: Settings,
+    short_plan: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(links, "ROUNDS", 3)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "applications": [
+                    {
+                        "name": "csps",
+                        "import_path": "csps.services.app:build",
+                        "args": settings.model_dump(mode="json", exclude_defaults=True),
+                    }
+                ]
+            }
+        )
+    )
+    argv = ["--config", str(config), "--quick"]
+    command.main(["links", *argv])
+    assert "GB/s" in capsys.readouterr().out
+    command.main(["steps", *argv])
+    printed = capsys.readouterr().out
+    assert "[12/12]" in printed
+    assert "prefill (ulysses), 2 instances" in printed
+    with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
+        rows = base.rows(StepRow)
+        assert [row.bytes for row in base.rows(LinkRow)] == list(links.QUICK_SIZES)
+    assert {(row.history, row.batch) for row in rows if row.tokens == 48} == {
+        (0, 1), (48, 1), (96, 1),
+    }  # fmt: skip
+    table = latency_table(settings)
+    assert table.step(2).predict_ns(64) > 0
+    assert table.iteration(1).predict_ns(1, 64) > 0
+    assert table.link("inside").predict_ns(8) >= 0
+
+    def no_ranks(_settings: Settings) -> None:
+        raise AssertionError("ranks were started with nothing to measure")
+
+    monkeypatch.setattr(step_profile, "open_cell", no_ranks)
+    command.main(["steps", *argv])
+    assert "0 runs to do" in capsys.readouterr().out
+
+
+async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(
+    settings: Settings, short_plan: None
+) -> None:
+    """Ctrl-C cancels the task that `asyncio.run` waits for."""
+    said: list[str] = []
+    effort = Effort(quick=True, rounds=1, iterations=8)
+    with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
+
+        def say(line: str) -> None:
+            said.append(line)
+            if line.startswith("[3/"):
+                task.cancel()
+
+        task = asyncio.create_task(StepProfile(base, settings, effort, say).run())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(base.rows(StepRow)) == 3
+        again: list[str] = []
+        await StepProfile(base, settings, effort, again.append).run()
+        assert again[0].startswith("9 runs")
+
+
+async def test_nothing_new_is_begun_after_the_limit(settings: Settings, short_plan: None) -> None:
+    said: list[str] = []
+    effort = Effort(quick=True, rounds=1, iterations=8, limit_s=-1.0)
+    with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
+        await StepProfile(base, settings, effort, said.append).run()
+        assert base.rows(StepRow) == []
+    assert "goes on from here" in said[-1]
+
+
+def base_path(settings: Settings) -> Path:
+    return Path(settings.scaling_information_base)
