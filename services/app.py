@@ -6,6 +6,7 @@ parse `args`, and would find a string.
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
@@ -14,6 +15,7 @@ from csps.services.configurator import Configurator
 from csps.services.credentials import cluster_secret
 from csps.services.gangs import GangRank
 from csps.services.registry import Registry
+from csps.services.replicas import only_one
 from csps.services.router import Router
 from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
@@ -21,6 +23,10 @@ MANY = 100_000
 """Admission is the router's decision; Serve shall not queue in front of it."""
 SHELL_CPUS = 0.05
 """Router, configurator and registry wait most of the time."""
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+"""The router's HTTP server and what it serves share an event loop. On threads of their own, as Serve
+has it by default, every write of every stream would cross from one to the other: a task, a wake-up
+through a pipe and a fight for the interpreter, as much again as everything else."""
 GRACE_S = 10.0
 """For a replica to close after the server has drained."""
 
@@ -41,21 +47,33 @@ def build(settings: Settings) -> Application:
         "decode", settings, secret, registry
     )
     configurator = _shell(Configurator, "Configurator", settings).bind(settings, secret)
-    router = _shell(serve.ingress()(Router), "Router", settings)
+    router = _shell(Router, "Router", settings, ingress=True)
     return router.bind(settings, secret, registry, configurator, gangs=(prefill, decode))
 
 
-def _shell(cls: type, name: str, settings: Settings) -> serve.Deployment:
+def _shell(
+    cls: type, name: str, settings: Settings, *, ingress: bool = False
+) -> serve.Deployment:
     make = serve.deployment(
         name=name,
         num_replicas=1,
         max_ongoing_requests=MANY,
-        ray_actor_options={"num_cpus": SHELL_CPUS},
+        ray_actor_options={"num_cpus": SHELL_CPUS, **(one_loop() if ingress else {})},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=settings.drain_s + GRACE_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
-    return make(cls)
+    alone = only_one(cls)
+    return make(serve.ingress()(alone) if ingress else alone)
+
+
+def one_loop() -> dict[str, Any]:
+    """Actor options of a replica with `ONE_LOOP`.
+
+    Serve gives an application's `runtime_env` to deployments that have none; here it is combined.
+    """
+    given = dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
+    return {"runtime_env": {**given, "env_vars": {**given.get("env_vars", {}), **ONE_LOOP}}}
 
 
 def _gang(

@@ -14,6 +14,7 @@ import yaml
 
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.services.gangs import check_gpus
+from csps.services.replicas import check_override
 from csps.services.settings import Settings
 
 IMPORT_PATH = "csps.services.app:build"
@@ -74,6 +75,8 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     application = _application(data)
     settings = Settings.model_validate(application.get("args") or {}).resolved()
     check_gpus(settings)
+    for deployment in application.get("deployments") or []:
+        check_override(deployment, settings)
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
     if port is not None:
         http["port"] = port

@@ -144,7 +144,9 @@ class Api:
         slo = read_slo(request.headers)
         self.engine.check_room()
         with self.lanes.holding() as held:
-            body = await read_body(request, self.max_body_bytes, grown=held.grown)
+            body = await read_body(
+                request, self.max_body_bytes, grown=held.grown, deadlines=self.intake.deadlines
+            )
             arrival = Arrival(request_id=request_id, slo=slo, capacity=self.engine.capacity)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
             trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
@@ -196,7 +198,7 @@ async def _stream(request: Request, exchange: Exchange) -> Response:
     return EventStream(exchange.events(first, pieces), close=close)
 
 
-async def _settled(future: asyncio.Future[Piece], seconds: float) -> None:
+async def _settled(future: asyncio.Future[list[Piece]], seconds: float) -> None:
     """Wait so long for `future`; raise what it has failed with."""
     done, _ = await asyncio.wait({future}, timeout=seconds)
     for it in done:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from csps.services.http_errors import BodyTooSlow, PayloadTooLarge
+from csps.services.settings import HttpSettings
 
 T = TypeVar("T")
-
-
-BODY_DEADLINE_S = 60.0
-"""For a body to come. Of the largest that is a megabyte in two seconds."""
 
 
 async def read_body(
@@ -24,7 +22,7 @@ async def read_body(
     limit: int,
     *,
     grown: Callable[[int], None] = lambda size: None,
-    deadline_s: float = BODY_DEADLINE_S,
+    deadlines: HttpSettings,
 ) -> bytes:
     """The whole body.
 
@@ -33,16 +31,24 @@ async def read_body(
 
     Raises:
         PayloadTooLarge: it is longer than `limit` bytes; the rest is not read.
-        BodyTooSlow: it did not come in time.
+        BodyTooSlow: it, or a part of it, did not come in time.
     """
+    whole_s, part_s = deadlines.body_deadline_s, deadlines.body_silence_s
     try:
-        async with asyncio.timeout(deadline_s):
-            return await _read(request, limit, grown)
+        async with asyncio.timeout(whole_s), asyncio.timeout(part_s) as part:
+            return await _read(request, limit, grown, heard=partial(_put_off, part, part_s))
     except TimeoutError:
-        raise BodyTooSlow(f"The request body did not arrive within {deadline_s:g} s.") from None
+        rule = (
+            f"Nothing of the request body came for {part_s:g} s."
+            if part.expired()
+            else f"The request body did not arrive within {whole_s:g} s."
+        )
+        raise BodyTooSlow(rule) from None
 
 
-async def _read(request: Request, limit: int, grown: Callable[[int], None]) -> bytes:
+async def _read(
+    request: Request, limit: int, grown: Callable[[int], None], heard: Callable[[], None]
+) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -52,7 +58,12 @@ async def _read(request: Request, limit: int, grown: Callable[[int], None]) -> b
         if len(body) > limit:
             raise _too_large(limit)
         grown(len(body))
+        heard()
     return bytes(body)
+
+
+def _put_off(timeout: asyncio.Timeout, seconds: float) -> None:
+    timeout.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

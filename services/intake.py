@@ -80,6 +80,8 @@ class Intake:
         self._warn_of_tokens_without_embedding()
         self.max_positions = min(spec.max_positions, settings.max_positions or spec.max_positions)
         self._default_max_tokens = settings.default_max_tokens
+        self.deadlines = settings.http
+        """For a body to come."""
 
     def completion(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/completions`.

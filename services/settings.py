@@ -94,6 +94,18 @@ class QueueSettings(Section):
     """Times a request that has streamed nothing is tried when gangs are lost under it."""
 
 
+class HttpSettings(Section):
+    """Patience with clients that stop in the middle of a request; each gets a 408.
+
+    That for headers belongs to the HTTP front (`services.header_deadline`).
+    """
+
+    body_deadline_s: Seconds = 60.0
+    """For a whole body. Of the largest that is a megabyte in two seconds."""
+    body_silence_s: Seconds = 10.0
+    """For the next byte of a body."""
+
+
 class TelemetrySettings(Section):
     """Where spans go."""
 
@@ -153,6 +165,7 @@ class Settings(Section):
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
     queue: QueueSettings = QueueSettings()
+    http: HttpSettings = HttpSettings()
     topology: TopologySettings = TopologySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -52,6 +52,13 @@ def test_a_good_file_is_called_fine(
     )
 
 
+def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_dir: Path) -> None:
+    counts = {"Router": 1, "Registry": None, "PrefillGang": 2, "DecodeGang": 2}
+    deployments = [{"name": name, "num_replicas": count} for name, count in counts.items()]
+    path = write(tmp_path, model_dir, app__deployments=deployments)
+    assert main(["check-config", "--config", str(path)]) == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,6 +66,19 @@ def test_a_good_file_is_called_fine(
         ({"http__prt": 1}, "http_options: unknown setting 'prt'; did you mean 'port'?"),
         ({"app__route_prefx": "/"}, "unknown setting 'route_prefx'; did you mean 'route_prefix'?"),
         ({"app__deployments": [{"nam": "Router"}]}, "applications.deployments: unknown setting"),
+        (
+            {"app__deployments": [{"name": "Router", "num_replicas": 2}]},
+            "Router.num_replicas is 2: there is one router: it knows all requests of its gangs",
+        ),
+        ({"app__deployments": [{"name": "Registry", "num_replicas": "auto"}]}, "is 'auto'"),
+        (
+            {"app__deployments": [{"name": "Router", "autoscaling_config": {"max_replicas": 3}}]},
+            "Router.autoscaling_config: there is one router",
+        ),
+        (
+            {"app__deployments": [{"name": "PrefillGang", "num_replicas": 3}]},
+            "PrefillGang.num_replicas is 3: a gang has prefill.instances * prefill.tp replicas",
+        ),
         ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         ({"args__model": "/nowhere"}, "no config.json in '/nowhere'"),
         ({"app__import_path": "other:app"}, "expected one with import_path csps.services.app"),

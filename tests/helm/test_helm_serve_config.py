@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import EVERYTHING, GPUS, Values, render
+from rendered_chart import EVERYTHING, GPUS, Values, environment, render
 
 from csps.protocols.errors import ConfigError
+from csps.services.app import ONE_LOOP
 from csps.services.deploy_config import IMPORT_PATH, read_config
+from csps.services.header_deadline import HOOK
+from csps.services.http_front import HEALTH_CHECK_PERIOD_S
 from csps.services.settings import Settings
 
 
@@ -31,6 +34,27 @@ def test_workers_have_a_proxy_of_their_own() -> None:
     """KubeRay sends traffic to every ready pod, not to the head alone."""
     assert yaml.safe_load(render().serve_config_text)["proxy_location"] == "EveryNode"
     assert render().application["import_path"] == IMPORT_PATH
+
+
+def test_half_sent_headers_have_a_deadline_on_every_pod() -> None:
+    for group in render().groups.values():
+        variables = {name: it.get("value") for name, it in environment(group).items()}
+        assert variables["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == HOOK
+        period = float(variables["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"])
+        assert period == HEALTH_CHECK_PERIOD_S
+
+
+def test_the_router_has_one_event_loop() -> None:
+    """What the chart says about a deployment's actor replaces what the code says."""
+    options = {it["name"]: it["ray_actor_options"] for it in render().application["deployments"]}
+    assert options["Router"]["runtime_env"] == {"env_vars": ONE_LOOP}
+
+
+def test_replicas_cannot_be_asked_for() -> None:
+    for deployment in render(EVERYTHING).application["deployments"]:
+        assert not {"num_replicas", "autoscaling_config"} & set(deployment)
+    with pytest.raises(ConfigError, match="num_replicas"):
+        settings({"extraSettings": {"num_replicas": 2}})
 
 
 def test_defaults_are_those_of_the_application() -> None:

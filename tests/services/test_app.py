@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import ray
+from ray import serve
 from ray.serve import Application
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from csps.protocols.errors import ConfigError
-from csps.services.app import build
+from csps.services.app import ONE_LOOP, build
+from csps.services.configurator import Configurator
 from csps.services.dispatch import DispatchDeadlines
-from csps.services.router import make_deadlines
+from csps.services.registry import Registry
+from csps.services.replicas import only_one
+from csps.services.router import Router, make_deadlines
 from csps.services.settings import Settings
 
 
@@ -25,6 +32,50 @@ def test_the_gangs_have_one_replica_per_rank(tiny_llama: Path) -> None:
     router = app._bound_deployment
     prefill, decode = (gang._bound_deployment for gang in router.init_kwargs["gangs"])
     assert (prefill.num_replicas, decode.num_replicas) == (6, 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_router_refuses_to_be_one_of_two(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, replicas: int
+) -> None:
+    """`serve deploy` takes an override without asking the application."""
+    wrapped = cast(Any, built(model=str(tiny_llama))._bound_deployment.func_or_class)
+    router = wrapped.__mro__[1]  # without what Serve adds for HTTP
+    began: list[object] = []
+    monkeypatch.setattr(Router, "__init__", lambda self: began.append(self))
+    context = SimpleNamespace(deployment="Router", world_size=replicas)
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    if replicas == 1:
+        router()
+        assert began
+    else:
+        with pytest.raises(ConfigError, match=r"^Router\.num_replicas is 2: .* one router"):
+            router()
+        assert not began
+
+
+def test_constructors_stay_what_serve_takes_them_for() -> None:
+    """Serve awaits the asynchronous ones."""
+    for shell in (Router, Registry, Configurator):
+        assert only_one(shell).__init__ is shell.__init__
+
+
+def test_the_router_keeps_the_applications_environment(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"env_vars": {"A": "b"}, "working_dir": "gcs://x.zip"}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=given))
+    options = built(model=str(tiny_llama))._bound_deployment.ray_actor_options
+    assert options["runtime_env"] == {**given, "env_vars": {"A": "b", **ONE_LOOP}}
+
+
+def test_variables_are_serves_own() -> None:
+    """A misspelled one would be without effect."""
+    import ray.serve._private.constants as constants
+
+    known = Path(constants.__file__).read_text()
+    assert all(f'"{name}"' in known for name in ONE_LOOP)
 
 
 def test_no_secret_shows(tiny_llama: Path) -> None:

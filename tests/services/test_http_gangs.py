@@ -22,11 +22,10 @@ from csps.services.admission import QueueLimits
 from csps.services.credentials import ApiKeys
 from csps.services.held_body import LARGE_BODY_BYTES
 from csps.services.http_app import Api
-from csps.services.http_body import read_body
 from csps.services.intake import Accepted, Arrival, Intake
 from csps.services.metrics import Metrics
 from csps.services.reading_lanes import LARGE_AT_ONCE, ReadingLanes
-from csps.services.settings import Settings
+from csps.services.settings import HttpSettings, Settings
 
 DEADLINE_S = 20
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
@@ -187,8 +186,10 @@ async def never(request: PlanRequest) -> Plan:
     raise AssertionError
 
 
-async def test_a_body_has_a_deadline(intake: Intake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_body, "__kwdefaults__", {"deadline_s": 0.01})
+@pytest.mark.parametrize("deadline", ["body_deadline_s", "body_silence_s"])
+async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
+    http = HttpSettings(**{deadline: 0.01})
+    intake = Intake(Settings(model=str(tiny_llama), served_model_name="tiny", http=http))
     async with served(intake) as server:
         assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
 

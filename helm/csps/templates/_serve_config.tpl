@@ -20,6 +20,10 @@ applications:
         ray_actor_options:
           num_cpus: 0.05
           resources: {csps_control: 0.1}
+          {{- if eq . "Router" }}
+          runtime_env: # these options replace those of the code, this one included
+            env_vars: {RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD: "0"}
+          {{- end }}
       {{- end }}
       - name: PrefillGang
         {{- include "csps.rankPlacement" (tuple "prefill" .Values.prefill) | nindent 8 }}

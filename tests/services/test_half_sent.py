@@ -1,0 +1,124 @@
+"""Clients that stop in the middle of a request get an answer, and do not keep their connection.
+
+Real sockets: before HAProxy on the configuration that Serve gives it, and before uvicorn alone, as
+Serve's own proxies and the router's port are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvicorn.config
+from fake_engine import FakeEngine
+from half_sent import HALF_SENT, HEADERS, IN_THE_BODY, IN_THE_HEADERS, outcome
+from haproxy_front import haproxy
+from live_server import serving
+
+from csps.protocols.errors import ConfigError
+from csps.services import header_deadline, http_front
+from csps.services.credentials import ApiKeys
+from csps.services.http_app import Api
+from csps.services.intake import Intake
+from csps.services.metrics import Metrics
+from csps.services.settings import HttpSettings, Settings
+
+PATIENCE_S = 0.3
+"""For headers and for the next byte of a body."""
+HAPROXY_S = 1
+"""Longer, as by default: it would answer in the place of the router, and with 400."""
+DEADLINE_S = 20.0
+STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
+    "unknown path": 404,
+    "too long": 413,
+}
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(header_deadline.VARIABLE, str(PATIENCE_S))
+    monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
+    assert header_deadline.install() == []
+
+
+@pytest.fixture
+async def router(tiny_llama: Path) -> AsyncIterator[tuple[str, int]]:
+    patience = HttpSettings(body_silence_s=PATIENCE_S)
+    settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
+    intake = Intake(settings)
+    api = Api(
+        intake=intake,
+        engine=FakeEngine(intake.tokenizer, "Yes."),
+        keys=ApiKeys([]),
+        metrics=Metrics("tiny"),
+        max_body_bytes=1_000_000,
+    )
+    async with serving(api.app()) as url:
+        yield "127.0.0.1", int(url.rpartition(":")[2])
+
+
+@pytest.fixture
+async def front(router: tuple[str, int]) -> AsyncIterator[tuple[str, int]]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        async with haproxy(Path(folder), router, client_silence_s=HAPROXY_S) as address:
+            yield address
+
+
+async def test_haproxy_answers_and_hangs_up(front: tuple[str, int]) -> None:
+    await check_all(front)
+
+
+async def test_uvicorn_answers_and_hangs_up(router: tuple[str, int]) -> None:
+    await check_all(router)
+
+
+async def check_all(address: tuple[str, int]) -> None:
+    clients = (outcome(*address, sent, deadline_s=DEADLINE_S) for sent in HALF_SENT.values())
+    seen = dict(zip(HALF_SENT, await asyncio.gather(*clients), strict=True))
+    assert {name: it.status for name, it in seen.items()} == STATUS
+    assert all(it.open_s >= PATIENCE_S for it in seen.values())
+
+
+async def test_a_silent_connection_is_closed_without_a_word(router: tuple[str, int]) -> None:
+    """There was no request that could be answered."""
+    reader, writer = await asyncio.open_connection(*router)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await reader.read() == b""
+    writer.close()
+
+
+WHOLE = HEADERS + b"content-length: 2\r\n\r\n{}"
+
+
+async def test_the_next_request_of_a_connection_has_the_same_time(router: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*router)
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(WHOLE)
+        assert b" 400 " in await reader.readline()
+        writer.write(HEADERS)
+        rest = await reader.read()
+    assert b"HTTP/1.1 408 " in rest
+    writer.close()
+
+
+async def test_a_request_in_time_is_served_through_haproxy(front: tuple[str, int]) -> None:
+    reader, writer = await asyncio.open_connection(*front)
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'
+    async with asyncio.timeout(DEADLINE_S):
+        writer.write(HEADERS + b"content-length: %d\r\n\r\n" % len(body) + body[:9])
+        await writer.drain()
+        writer.write(body[9:])
+        assert b" 200 " in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan", "inf"])
+def test_a_deadline_that_is_none_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(header_deadline.VARIABLE, text)
+    with pytest.raises(ConfigError, match=rf"^CSPS_HEADER_DEADLINE_S is '{text}'"):
+        http_front.front_environment(tmp_path, tmp_path, ports=[1, 2, 3], host="127.0.0.1")
