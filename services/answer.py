@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from csps.models.tokenizer import Detokenizer, Tokenizer
-from csps.protocols.errors import Cancelled
 from csps.protocols.messages import TokenDrawn
 from csps.protocols.openai_responses import FinishReason, TextLogprob
 from csps.services.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one token added to an answer."""
+class Piece(NamedTuple):
+    """What one token added to an answer. A tuple, because one is made for every token."""
 
     text: str
     """Empty in the middle of a character, or while it may turn out to be a stop string."""
+    tokens: int
+    """Of the answer with this one, a final end-of-sequence token included."""
     finish_reason: FinishReason | None = None
     logprob: TextLogprob | None = None
 
 
 class Answer:
-    """Assembles one answer; push tokens until a piece has a finish reason."""
+    """Assembles one answer; push tokens until a piece has a finish reason, or `cancelled`."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, stop: Sequence[str], min_tokens: int, skip_special: bool
@@ -36,19 +37,28 @@ class Answer:
         """Of the answer so far, those that may turn out to be a stop string included."""
         self.tokens = 0
         """Tokens drawn so far, a final end-of-sequence token included."""
+        self.cancelled = False
+        """The server gave the request up."""
+
+    def push_all(self, tokens: Sequence[TokenDrawn]) -> list[Piece]:
+        """Take tokens in that have come together; what is behind the answer's end is dropped."""
+        pieces: list[Piece] = []
+        for token in tokens:
+            if token.finish_reason == "cancelled":
+                self.cancelled = True
+                break
+            pieces.append(piece := self.push(token))
+            if piece.finish_reason is not None:
+                break
+        return pieces
 
     def push(self, token: TokenDrawn) -> Piece:
-        """Take the next token in.
-
-        Raises:
-            Cancelled: the token says that the server gave the request up.
-        """
-        if token.finish_reason == "cancelled":
-            raise Cancelled("the request was cancelled by the server")
+        """Take the next token in."""
         self.tokens += 1
         offset = self._characters
         text, reason = self._shown(token)
-        return Piece(text, reason, self._logprob(token, offset))
+        logprob = None if token.logprob is None else self._logprob(token, token.logprob, offset)
+        return Piece(text, self.tokens, reason, logprob)
 
     @property
     def stopped(self) -> bool:
@@ -70,11 +80,9 @@ class Answer:
             text += self._stop.flush()
         return text, token.finish_reason  # type: ignore[return-value]  # "cancelled" cannot be here
 
-    def _logprob(self, token: TokenDrawn, offset: int) -> TextLogprob | None:
-        if token.logprob is None:
-            return None
+    def _logprob(self, token: TokenDrawn, logprob: float, offset: int) -> TextLogprob:
         top = (self._text_logprob(entry.token, entry.logprob) for entry in token.top_logprobs)
-        drawn = self._text_logprob(token.token, token.logprob)
+        drawn = self._text_logprob(token.token, logprob)
         return replace(drawn, offset=offset, top=tuple(top))
 
     def _text_logprob(self, token: int, logprob: float) -> TextLogprob:

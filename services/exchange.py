@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from csps.models.tokenizer import Tokenizer
@@ -48,8 +48,9 @@ class Exchange:
             skip_special=accepted.request.skip_special_tokens,
         )
 
-    async def pieces(self) -> AsyncGenerator[Piece]:
-        """The answer, token by token. Closing this gives everything back and ends the trace.
+    async def pieces(self) -> AsyncGenerator[list[Piece]]:
+        """The answer: each time what has come since. Closing this gives everything back and ends
+        the trace.
 
         Raises:
             CspsError: what the request failed with.
@@ -57,14 +58,15 @@ class Exchange:
         reason: FinishReason | None = None
         try:
             async with self._running:
-                async for token in self._running:
-                    piece = self._answer.push(token)
-                    reason = piece.finish_reason
+                while reason is None and (tokens := await self._running.pending()):
+                    pieces = self._answer.push_all(tokens)
+                    reason = pieces[-1].finish_reason if pieces else None
                     if self._answer.stopped:
                         self._running.cancel("stop")
-                    yield piece
-                    if reason is not None:
-                        break
+                    if pieces:
+                        yield pieces
+                    if self._answer.cancelled:
+                        raise Cancelled("the request was cancelled by the server")
             if reason is None:
                 raise Cancelled("the request ended without an answer")
         except Exception as error:
@@ -78,7 +80,7 @@ class Exchange:
 
     async def whole(self) -> dict[str, Any]:
         """Body of the answer of a request that does not stream."""
-        pieces = [piece async for piece in self.pieces()]
+        pieces = [piece async for some in self.pieces() for piece in some]
         text = "".join(piece.text for piece in pieces)
         logprobs = [piece.logprob for piece in pieces if piece.logprob is not None]
         reason = pieces[-1].finish_reason
@@ -127,9 +129,9 @@ class Exchange:
     # --- piece by piece ---
 
     async def events(
-        self, first: asyncio.Future[Piece], rest: AsyncIterator[Piece]
+        self, first: asyncio.Future[list[Piece]], rest: AsyncIterator[list[Piece]]
     ) -> AsyncGenerator[bytes]:
-        """Server-sent events: the pieces, usage, the end.
+        """Server-sent events: the pieces, usage, the end. What is there at once comes in one.
 
         A failure becomes an event too.
         """
@@ -139,10 +141,9 @@ class Exchange:
             if not first.done() and head:
                 yield head
                 head = b""
-            yield head + self._event(stream, await first)
-            async for piece in rest:
-                yield self._event(stream, piece)
-            yield stream.usage(self._answer.tokens) + DONE
+            yield head + self._events(stream, await first)
+            async for pieces in rest:
+                yield self._events(stream, pieces)
         except Exception as error:
             yield last_event(error) + DONE
 
@@ -157,10 +158,18 @@ class Exchange:
             options=self._request.stream_options,
         )
 
+    def _events(self, stream: CompletionStream | ChatStream, pieces: Sequence[Piece]) -> bytes:
+        """Of tokens that have come together, one after another; with the last the stream ends."""
+        last = pieces[-1].finish_reason is not None
+        events = [self._event(stream, piece) for piece in pieces]
+        if last:
+            events.append(stream.usage(pieces[-1].tokens) + DONE)
+        return b"".join(events)
+
     def _event(self, stream: CompletionStream | ChatStream, piece: Piece) -> bytes:
         return stream.delta(
             piece.text,
-            completion_tokens=self._answer.tokens,
+            completion_tokens=piece.tokens,
             logprobs=() if piece.logprob is None else (piece.logprob,),
             finish_reason=piece.finish_reason,
             csps=None if piece.finish_reason is None else self._report(),

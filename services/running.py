@@ -186,14 +186,28 @@ class Running:
         return self
 
     async def __anext__(self) -> TokenDrawn:
+        if not self._tokens and not await self._more():
+            raise StopAsyncIteration
+        return self._tokens.popleft()
+
+    async def pending(self) -> list[TokenDrawn]:
+        """All tokens that have not been read; waits for one, and is empty after the last."""
+        if not self._tokens and not await self._more():
+            return []
+        tokens = list(self._tokens)
+        self._tokens.clear()
+        return tokens
+
+    async def _more(self) -> bool:
+        """Wait for a token; False if none will come."""
         while not self._tokens:
             if self.error is not None:
                 raise self.error
             if self.ended:
-                raise StopAsyncIteration
+                return False
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._tokens.popleft()
+        return True
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,6 +29,10 @@ class FakeEngine:
         self.fail_after = 0
         self.gate: asyncio.Event | None = None
         """No token before it is set."""
+        self.burst = 1
+        """Tokens that come together."""
+        self.turns: asyncio.Semaphore | None = None
+        """Taken before each burst."""
         self.trouble = ""
         self.capacity: Capacity | None = None
 
@@ -53,6 +57,8 @@ class FakeEngine:
         if self.gate is not None:
             await self.gate.wait()
         for index, token in enumerate(self._tokens(running.generation)):
+            if index % self.burst == 0:
+                await self._turn()
             if self.failure is not None and index == self.fail_after:
                 return running.fail(self.failure)
             if running.ended:
@@ -61,8 +67,10 @@ class FakeEngine:
             running.deliver(token)
             if token.finish_reason is not None:
                 return running.finish(token.finish_reason)
-            await asyncio.sleep(0)
         return None
+
+    async def _turn(self) -> None:
+        await (asyncio.sleep(0) if self.turns is None else self.turns.acquire())
 
     def _tokens(self, generation: Generation) -> Sequence[TokenDrawn]:
         limit = generation.sampling.max_tokens

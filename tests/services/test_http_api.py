@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from csps.services.credentials import ApiKeys
 from csps.services.http_app import Api
 from csps.services.intake import Intake
 from csps.services.metrics import Metrics
+from csps.services.running import Running
 from csps.services.settings import Settings
 from csps.services.streaming import HEARTBEAT, EventStream
 
@@ -412,6 +415,92 @@ async def test_keys_are_asked_for(api: Api) -> None:
             await client.post("/v1/completions", json=completion(), headers=header)
         ).status_code == 200
         assert (await client.get("/health")).status_code == 200
+
+
+# --- writes ----------------------------------------------------------------------------------
+
+
+async def written(api: Api, engine: FakeEngine, burst: int, **fields: Any) -> list[bytes]:
+    """The HTTP chunks of a streamed answer, as they are on the wire: a chunk is a write.
+
+    So many tokens come together, and the next when the client has what was written of them.
+    """
+    engine.burst, engine.turns = burst, asyncio.Semaphore(1)
+    body = json.dumps(completion(stream=True, **fields)).encode()
+    async with serving(api.app()) as url, asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: 1\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        await reader.readuntil(b"\r\n\r\n")
+        chunks = []
+        while size := int(await reader.readline(), 16):
+            chunks.append(await reader.readexactly(size))
+            await reader.readline()
+            engine.turns.release()
+        writer.close()
+    return chunks
+
+
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+@pytest.mark.parametrize("options", [{}, {"include_usage": True, "continuous_usage_stats": True}])
+async def test_all_pending_events_leave_in_one_write(
+    api: Api, engine: FakeEngine, burst: int, options: dict[str, Any]
+) -> None:
+    one_by_one = await written(api, engine, 1, logprobs=1, stream_options=options)
+    chunks = await written(api, engine, burst, logprobs=1, stream_options=options)
+    drawn = len(engine.script) + 1
+    counts = [chunk.count(b"data: {") for chunk in chunks]
+    assert counts == counts_of_bursts(drawn, burst, usage=bool(options))
+    assert all(chunk.endswith(b"\n\n") for chunk in chunks)
+    assert chunks[-1].endswith(b"data: [DONE]\n\n")
+    assert without_time(b"".join(chunks)) == without_time(b"".join(one_by_one))
+
+
+def counts_of_bursts(drawn: int, burst: int, *, usage: bool) -> list[int]:
+    """Events in each write; those that end the stream come with the last token's."""
+    counts = [min(burst, drawn - start) for start in range(0, drawn, burst)]
+    counts[-1] += usage
+    return counts
+
+
+def without_time(events: bytes) -> bytes:
+    return re.sub(rb'"created": [0-9]+', b"", events)
+
+
+async def test_a_token_alone_leaves_at_once(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for more to come."""
+    engine.burst, engine.script = 2, engine.script[:3]
+    monkeypatch.setattr(engine, "_draw", partial(first_token_only, engine))
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        client.stream("POST", "/v1/completions", json=completion(stream=True)) as response,
+    ):
+        first = await anext(response.aiter_lines())
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "T"
+
+
+async def first_token_only(engine: FakeEngine, running: Running) -> None:
+    running.deliver(engine._tokens(running.generation)[0])
+
+
+async def test_what_came_before_the_servers_cancelling_is_shown(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_draw", partial(cancelled_after_two, engine))
+    response = await client.post("/v1/completions", json=completion(stream=True))
+    *chunks, error = events(response.text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "h"]
+    assert error["error"]["code"] == "unavailable"
+
+
+async def cancelled_after_two(engine: FakeEngine, running: Running) -> None:
+    first, second, third, *_ = engine._tokens(running.generation)
+    for token in (first, second, replace(third, finish_reason="cancelled")):
+        running.deliver(token)
 
 
 # --- faults and cancellation -----------------------------------------------------------------
