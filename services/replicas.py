@@ -52,7 +52,8 @@ def only_one(cls: type) -> type:
             context = serve.get_replica_context()
             if context.world_size != 1:
                 raise _refusal(context.deployment, context.world_size)
-            return super().__new__(cls)
+            replica: Self = super().__new__(cls)
+            return replica
 
     return OnlyOne
 
