@@ -7,6 +7,7 @@ rank in production, a test or a script starts one with `python -m csps.actors.ra
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -38,7 +39,9 @@ from csps.protocols.errors import (
     DeadlineExceeded,
     FaultError,
     ProtocolError,
+    Superseded,
 )
+from csps.protocols.fence import Fence
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
@@ -58,6 +61,8 @@ DRAIN_S = 180.0
 """Without a step of the jobs of a router that is gone. They stop at the next layer: a rank that
 computes takes steps all the way, but one that waits for another member takes none. Longer means
 that a job never reached a member of its group, for which the others would wait."""
+CATCH_UP_S = 0.05
+"""For reading what a holder has sent that seems silent: it may be this process that stood still."""
 LOOP_END_S = 2.0
 """For the loops to end by themselves when a rank closes; then their peers are cut off."""
 
@@ -98,6 +103,7 @@ class Rank:
         self._hosted = store
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._rpc = RpcThread(self._handlers(), secret=secret, on_disconnect=self._router_gone)
+        self._fence = Fence()
         self._router: Peer | None = None
         self._router_id = ""
         self._bridge: Bridge | None = None
@@ -232,7 +238,9 @@ class Rank:
         return {
             "describe": lambda _payload, _peer: schema.pack(self._describe()),
             "stats": lambda _payload, _peer: schema.pack(self._stats()),
+            "may_attach": self._may_attach,
             "attach": self._attach,
+            "keep_alive": self._keep_alive,
             "connect_bridge": self._connect_bridge,
             "prefill": self._submit,
             "reserve": self._reserve,
@@ -245,13 +253,32 @@ class Rank:
         """A router uses this rank."""
         return self._router is not None
 
-    def _attach(self, payload: Any, peer: Peer) -> dict[str, Any]:
+    async def _may_attach(self, payload: Any, peer: Peer) -> None:
         self.check_health()
-        router_id = schema.unpack(Attach, payload).router_id
-        if peer is not self._router:
+        await self._check_fence(schema.unpack(Attach, payload).generation)
+
+    async def _attach(self, payload: Any, peer: Peer) -> dict[str, Any]:
+        self.check_health()
+        message = schema.unpack(Attach, payload)
+        await self._check_fence(message.generation)
+        # From here on without giving the loop away: another router may be attaching as well.
+        self._fence.check(message.generation, time.monotonic())
+        if (former := self._router) is not peer:
             self._end_attachment()
-            self._router, self._router_id = peer, router_id
+            if former is not None:
+                former.refuse(Superseded(f"router generation {message.generation} has taken over"))
+            self._router, self._router_id = peer, message.router_id
+        self._fence.take(message.generation, time.monotonic())
         return schema.pack(self._describe())
+
+    async def _check_fence(self, generation: int) -> None:
+        if self._fence.lapsed(time.monotonic()):
+            await asyncio.sleep(CATCH_UP_S)
+        self._fence.check(generation, time.monotonic())
+
+    def _keep_alive(self, payload: Any, peer: Peer) -> None:
+        if peer is self._router:
+            self._fence.heard(time.monotonic())
 
     def _router_gone(self, peer: Peer) -> None:
         if peer is self._router:
@@ -262,6 +289,7 @@ class Rank:
         if self._router is None:
             return
         self._router = None
+        self._fence.release()
         if self._prefill is not None:
             self._prefill.cancel_all()
             self._drain(self._prefill, self._prefill.open_jobs)

@@ -12,6 +12,8 @@
     ├── ConfigError (ValueError)         the operator's mistake
     └── FaultError (RuntimeError)        nobody's mistake; the request may be tried again
         ├── GangLost                     a rank died and took its gang with it
+        ├── RanksHeld                    another router still commands the ranks
+        ├── Superseded                   a newer router has taken the ranks over
         ├── DeadlineExceeded             a named wait took longer than it may
         ├── TransferError                KV cache arrived wrong, late or not at all
         ├── ConnectionLost               the other side of a connection is gone
@@ -155,6 +157,14 @@ class FaultError(CspsError, RuntimeError):
 
 class GangLost(FaultError):
     """A rank died; its gang is being replaced and what it held is gone."""
+
+
+class RanksHeld(FaultError):
+    """An older router still commands the ranks; a newer one waits until it has gone."""
+
+
+class Superseded(FaultError):
+    """A newer router has taken the ranks over; they never obey an older one again."""
 
 
 class DeadlineExceeded(FaultError):

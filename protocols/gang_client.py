@@ -43,13 +43,14 @@ class GangClient:
             role: what the gang is used for; its ranks must be of this role, or elastic.
             members: where its ranks are, and what they must call their gang.
             on_notification: told whatever a rank tells.
-            deadline_s: for calls that name no deadline of their own.
+            deadline_s: to connect, and for calls that name no deadline of their own.
         """
         self.role = role
         self.gang_id = members.gang_id
-        self._members = members
+        self.members = members
         self._on_notification = on_notification
         self._deadline_s = deadline_s
+        self._router_id = ""
         self._clients: dict[int, RpcClient] = {}
         self.descriptions: tuple[RankDescription, ...] = ()
         """What the ranks say of themselves, in rank order; empty before `attach`."""
@@ -60,42 +61,54 @@ class GangClient:
 
     # --- attaching ---
 
-    async def attach(
-        self, *, secret: bytes, router_id: str, deadline_s: float | None = None
-    ) -> None:
-        """Connect to every rank and take it over; all or none.
-
-        Args:
-            deadline_s: to connect to a rank, and again for it to answer.
+    async def connect(self, *, secret: bytes, router_id: str) -> None:
+        """Open a connection to every rank; all or none.
 
         Raises:
-            FaultError: a rank cannot be reached in time, or refuses.
+            FaultError: a rank cannot be reached in time, or does not know the secret.
+        """
+        self._router_id = router_id
+        try:
+            await together(self._open(address, secret) for address in self.members.ranks)
+        except BaseException:
+            self.hang_up("connecting failed")
+            raise
+
+    async def check_free(self, generation: int) -> None:
+        """Whether a router of this generation may take every rank over.
+
+        Raises:
+            RanksHeld: another router still commands a rank.
+            Superseded: a newer router has attached to a rank before.
+        """
+        await self.call_all("may_attach", self._attach_message(generation))
+
+    async def attach(self, generation: int) -> None:
+        """Take every rank over; all or none.
+
+        Raises:
+            FaultError: a rank refuses, as in `check_free`, or does not answer.
             ConfigError: the ranks do not describe one gang, or do not stand where its ranks may.
         """
-        deadline_s = self._deadline_s if deadline_s is None else deadline_s
         try:
-            await together(
-                self._connect(address, secret, router_id, deadline_s)
-                for address in self._members.ranks
-            )
-            message = pack(Attach(router_id=router_id))
-            answers = await self.call_all("attach", message, deadline_s=deadline_s)
+            answers = await self.call_all("attach", self._attach_message(generation))
             self.descriptions = tuple(unpack(RankDescription, answer) for answer in answers)
             self._check_descriptions()
         except BaseException:
             self.hang_up("attaching failed")
             raise
 
-    async def _connect(
-        self, address: RankAddress, secret: bytes, router_id: str, deadline_s: float
-    ) -> None:
+    def _attach_message(self, generation: int) -> Any:
+        return pack(Attach(router_id=self._router_id, generation=generation))
+
+    async def _open(self, address: RankAddress, secret: bytes) -> None:
         rank = address.rank
         client = await RpcClient.connect(
             address.host,
             address.port,
             secret=secret,
-            name=router_id,
-            deadline_s=deadline_s,
+            name=self._router_id,
+            deadline_s=self._deadline_s,
             on_notification=lambda method, payload: self._notified(rank, method, payload),
         )
         self._clients[rank] = client
@@ -147,7 +160,7 @@ class GangClient:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return len(self._members.ranks)
+        return len(self.members.ranks)
 
     @property
     def tp(self) -> int:
@@ -217,6 +230,10 @@ class GangClient:
         """Tell every rank the same."""
         for rank in range(self.world_size):
             self.notify(rank, method, payload)
+
+    def keep_alive(self) -> None:
+        """Renew the lease on every rank; due every `fence.KEEP_ALIVE_S`."""
+        self.notify_all("keep_alive")
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -25,6 +25,8 @@ class GangMembers:
     gang_id: str
     ranks: tuple[RankAddress, ...]
     """In rank order."""
+    incarnation: int = 0
+    """Larger than that of every gang which this one replaces; 0 where nobody counts."""
 
     def __post_init__(self) -> None:
         if [address.rank for address in self.ranks] != list(range(len(self.ranks))):

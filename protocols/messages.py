@@ -86,9 +86,15 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Attach:
-    """`attach`: a router takes the rank over; whatever an earlier router left is dropped."""
+    """`attach`: a router takes the rank over; whatever an earlier router left is dropped.
+    `may_attach` asks whether it could, and changes nothing. `protocols.fence` has the rules; the
+    holder sends `keep_alive`, without a payload, every `KEEP_ALIVE_S`.
+    """
 
     router_id: str
+    """New for each attachment, so that ranks drop what they still do for an earlier one."""
+    generation: int
+    """Larger than that of every router before this one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,9 @@ from csps.protocols.errors import (
     ConnectionLost,
     DeadlineExceeded,
     GangLost,
+    RanksHeld,
     RequestError,
+    Superseded,
     TransferError,
 )
 
@@ -209,7 +211,14 @@ def _public_face(exc: BaseException) -> tuple[int, str, str]:
             return 504, "The request took longer than the server allows.", "timeout"
         # What passes; a rank's own mistake arrives as a `FaultError` as well. `Cancelled` is a
         # request that is cut off when the server shuts down.
-        case GangLost() | ConnectionLost() | TransferError() | Cancelled():
+        case (
+            GangLost()
+            | RanksHeld()
+            | Superseded()
+            | ConnectionLost()
+            | TransferError()
+            | Cancelled()
+        ):
             return 503, "A part of the server is being restarted. Try again.", "unavailable"
         case _:
             return 500, "The server failed to process the request.", "internal_error"

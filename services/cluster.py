@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, GangLost
+from csps.protocols.errors import (
+    ConfigError,
+    CspsError,
+    DeadlineExceeded,
+    GangLost,
+    RanksHeld,
+    Superseded,
+)
+from csps.protocols.fence import KEEP_ALIVE_S
 from csps.protocols.gang_client import GangClient, together
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import ConnectBridge
 from csps.protocols.schema import pack
 from csps.services.directory import ClusterView, Directory
+from csps.services.fencing import Fencing
+from csps.services.generations import Generations
 
 _log = logging.getLogger(__name__)
 _ROLES: tuple[GangRole, GangRole] = ("prefill", "decode")
 UNUSABLE = "what is there cannot be used, see the router's log"
 """All that `phase` says of a mistake of the operator's, which names addresses and paths."""
+STANDBY = "another router still serves"
+"""What `phase` says of a successor, which waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +54,7 @@ class KvLink:
     prefill: GangClient
     decode: GangClient
     epoch: str
-    """Names this connection; KV of another one is refused by the ranks."""
+    """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
 
     def gang(self, role: GangRole) -> GangClient:
         """The gang of `role`."""
@@ -86,10 +97,11 @@ class Cluster:
         *,
         secret: bytes,
         router_id: str,
+        generations: Generations,
         deadlines: ClusterDeadlines | None = None,
     ) -> None:
         self._directory = directory
-        self._secret, self._router_id = secret, router_id
+        self._fencing = Fencing(generations, secret=secret, router_id=router_id)
         self._deadlines = deadlines or ClusterDeadlines()
         self._listener: ClusterListener | None = None
         self._view = ClusterView()
@@ -97,16 +109,15 @@ class Cluster:
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._attachments = 0
-        # Milliseconds since 1970: a router that was restarted must not reuse an epoch.
-        self._links = time.time_ns() // 1_000_000
+        self._draining = False
+        self._links = 0
         self.link: KvLink | None = None
         """The current one; None while the cluster is not ready."""
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
-        self._misconfigured = False
-        """Nothing will do until the operator has changed something."""
+        self._obstacle = ""
+        """What the last attempt met with, where clients may know."""
 
     def listen(self, listener: ClusterListener) -> None:
         """Tell `listener` from now on."""
@@ -123,7 +134,13 @@ class Cluster:
         when it is ready."""
         if self.link is not None:
             return ""
-        return f"{self._awaited}: {UNUSABLE}" if self._misconfigured else self._awaited
+        return f"{self._awaited}: {self._obstacle}" if self._obstacle else self._awaited
+
+    @property
+    def generation(self) -> int:
+        """What ranks tell this router from older ones by; 0 until granted. A gang that is up was
+        attached under it; when another router was newer, all gangs go down and it is a new one."""
+        return self._fencing.generation
 
     @property
     def _awaited(self) -> str:
@@ -135,7 +152,13 @@ class Cluster:
         self._tasks = [
             asyncio.create_task(self._follow(), name="follow the directory"),
             asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
+            asyncio.create_task(self._keep_leases(), name="keep the leases of gangs"),
         ]
+
+    def drain(self) -> None:
+        """Take no gang over any more, and keep those that there are: a successor may have the
+        ones that replace them."""
+        self._draining = True
 
     async def close(self) -> None:
         """Hang up on all ranks, which drop whatever they do for this router."""
@@ -194,7 +217,7 @@ class Cluster:
         if work.cancelled():
             return None
         error = work.exception()
-        self._misconfigured = isinstance(error, ConfigError)
+        self._obstacle = _obstacle(error)
         if error is None:
             return None
         self._report(error)
@@ -208,39 +231,47 @@ class Cluster:
         self.trouble = self._reported = trouble
 
     async def _connect(self) -> None:
-        self._drop_replaced()
-        results = await asyncio.gather(*map(self._attach, _ROLES), return_exceptions=True)
-        for result in results:
-            if result is not None:
-                raise result
+        if not self._draining:
+            self._drop_replaced()
+            await self._attach_found()
         await self._link_gangs()
 
     def _drop_replaced(self) -> None:
         for gang in list(self._gangs.values()):
             members = self._view.gang(gang.role)
-            if members is not None and members.gang_id != gang.gang_id:
+            if members is None or members.gang_id == gang.gang_id:
+                continue
+            # A directory that had to start again may know an older gang before it knows ours.
+            if members.incarnation >= gang.members.incarnation:
                 self._lose(gang, f"gang {gang.gang_id} was replaced by {members.gang_id}")
 
     # --- attaching and losing gangs ---
 
-    async def _attach(self, role: GangRole) -> None:
-        members = self._view.gang(role)
-        if role in self._gangs or members is None:
-            return
-        gang = GangClient(role, members, self._notified)
-        self._attachments += 1
-        await gang.attach(
-            secret=self._secret,
-            # A new name each time, so that a rank which this router was attached to before drops
-            # what it still does for it.
-            router_id=f"{self._router_id}.{self._attachments}",
-            deadline_s=self._deadlines.attach_s,
-        )
-        self._gangs[role] = gang
+    async def _attach_found(self) -> None:
+        found = [
+            GangClient(role, members, self._notified, deadline_s=self._deadlines.attach_s)
+            for role in _ROLES
+            if role not in self._gangs and (members := self._view.gang(role)) is not None
+        ]
+        try:
+            await self._fencing.attach(found, self._attached)
+        except Superseded as error:
+            for gang in list(self._gangs.values()):
+                self._lose(gang, str(error))
+            raise
+
+    def _attached(self, gang: GangClient) -> None:
+        self._gangs[gang.role] = gang
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
-        _log.info("attached to %s gang %s (%d ranks)", role, gang.gang_id, gang.world_size)
+        _log.info("attached to %s gang %s (%d ranks)", gang.role, gang.gang_id, gang.world_size)
         if self._listener is not None:
             self._listener.gang_up(gang)
+
+    async def _keep_leases(self) -> None:
+        while True:
+            for gang in self._gangs.values():
+                gang.keep_alive()
+            await asyncio.sleep(KEEP_ALIVE_S)
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if self._listener is not None and self._gangs.get(gang.role) is gang:
@@ -269,7 +300,7 @@ class Cluster:
             return
         _check_agree(prefill, decode)
         self._links += 1
-        epoch = f"{prefill.gang_id}.{decode.gang_id}.{self._links}"
+        epoch = f"{self.generation}.{self._links}"
         message = pack(_link_message(prefill, decode, epoch))
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
         deadline_s = self._deadlines.link_s
@@ -284,7 +315,10 @@ class Cluster:
     def _declare_ready(self, link: KvLink) -> None:
         self.link, self.trouble, self._reported = link, "", ""
         self._ready.set()
-        _log.info("ready: epoch %s", link.epoch)
+        _log.info(
+            "ready: gangs %s and %s, epoch %s",
+            link.prefill.gang_id, link.decode.gang_id, link.epoch,
+        )  # fmt: skip
         if self._listener is not None:
             self._listener.link_up(link)
 
@@ -293,6 +327,12 @@ class Cluster:
         self._ready.clear()
         if link is not None and self._listener is not None:
             self._listener.link_down(link, reason)
+
+
+def _obstacle(error: BaseException | None) -> str:
+    if isinstance(error, ConfigError):
+        return UNUSABLE
+    return STANDBY if isinstance(error, RanksHeld | Superseded) else ""
 
 
 def _waiting_for(roles: Sequence[GangRole]) -> str:

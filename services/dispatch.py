@@ -123,6 +123,7 @@ class Dispatcher:
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, let running ones finish for `drain_s`, end the rest, hang up."""
         self._closing = True
+        self._cluster.drain()
         try:
             async with asyncio.timeout(drain_s):
                 await self._idle.wait()

@@ -21,6 +21,7 @@ from csps.services.gangs import GangRank
 from csps.services.http_app import Api
 from csps.services.intake import Intake
 from csps.services.metrics import Metrics
+from csps.services.ray_generations import RayGenerations, application_name
 from csps.services.reading_lanes import ReadingLanes
 from csps.services.registry import Registry, RegistryDirectory
 from csps.services.scheduling.decode_placement import DecodeRules
@@ -48,7 +49,10 @@ class Router:
         self._lanes = ReadingLanes()
         self._dispatcher = Dispatcher(
             cluster=Cluster(
-                RegistryDirectory(registry), secret=secret.value, router_id=secrets.token_hex(8)
+                RegistryDirectory(registry),
+                secret=secret.value,
+                router_id=secrets.token_hex(8),
+                generations=RayGenerations(f"{application_name()}/routers"),
             ),
             policy=make_policy(settings),
             planner=self._configurator.plan,

@@ -60,7 +60,8 @@ _MESSAGES: dict[str, type[Any]] = {
     "freed": SlotsFreed,
     "failed": RequestFailed,
 }
-_epochs, _routers, _gangs = itertools.count(), itertools.count(), itertools.count()
+_epochs, _gangs = itertools.count(), itertools.count()
+_routers, _generations = itertools.count(), itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class Cell:
         self.order: list[Any] = []
         """All notifications as they came, tokens one by one."""
         self.failures_expected = False
+        self.generation = next(_generations)
         self.jobs: dict[int, PrefillJob] = {}
         self._news = asyncio.Event()
         self._job_ids = itertools.count(1)
@@ -108,7 +110,8 @@ class Cell:
     async def attach(self, members: GangMembers, role: GangRole) -> GangClient:
         """Take a gang over, under a router name of its own."""
         gang = GangClient(role, members, self._hear, deadline_s=START_S)
-        await gang.attach(secret=SECRET, router_id=f"router{next(_routers)}")
+        await gang.connect(secret=SECRET, router_id=f"router{next(_routers)}")
+        await gang.attach(self.generation)
         return gang
 
     def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:

@@ -19,6 +19,7 @@ from csps.services.cluster import Cluster
 from csps.services.credentials import ApiKeys
 from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import Dispatcher
+from csps.services.generations import MemoryGenerations
 from csps.services.http_app import Api
 from csps.services.intake import Intake
 from csps.services.metrics import Metrics
@@ -99,7 +100,9 @@ async def _dispatcher(
     prefill: ThreadGang, decode: ThreadGang, rules: SptRules, planner: Planner
 ) -> AsyncIterator[Dispatcher]:
     view = ClusterView(prefill=prefill.members, decode=decode.members)
-    cluster = Cluster(StaticDirectory(view), secret=SECRET, router_id="test")
+    cluster = Cluster(
+        StaticDirectory(view), secret=SECRET, router_id="test", generations=MemoryGenerations()
+    )
     policy = SptPolicy(rules, DecodeRules(spread_tokens=256))
     dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=planner)
     try:

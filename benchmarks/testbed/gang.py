@@ -129,7 +129,8 @@ class Gang:
         )
         members = GangMembers(gang_id=configs[0]["gang_id"], ranks=tuple(addresses))
         self._client = GangClient("prefill", members, self._hear, deadline_s=START_S)
-        await self._client.attach(secret=secret.encode(), router_id="testbed")
+        await self._client.connect(secret=secret.encode(), router_id="testbed")
+        await self._client.attach(generation=1)
 
     def _spawn(
         self, config: dict[str, Any], spans_dir: Path | None, secret: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +16,9 @@ from greedy_reference import greedy_tokens
 
 from csps.actors import rank as rank_module
 from csps.actors.rpc_thread import RpcThread
-from csps.protocols.errors import Cancelled, FaultError, ProtocolError
+from csps.protocols import fence
+from csps.protocols.errors import Cancelled, FaultError, ProtocolError, RanksHeld, Superseded
+from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import (
     CancelRequest,
     JoinBatch,
@@ -97,25 +101,52 @@ async def test_a_router_that_disconnects_leaves_nothing_behind(tiny_llama: Path)
         cell.check_idle()
 
 
-async def test_a_router_that_is_replaced_leaves_nothing_behind(tiny_llama: Path) -> None:
-    """Its connections are still open, and what it says is refused."""
+async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections are open until then; it is hung up on, and never obeyed again."""
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
+        with pytest.raises(RanksHeld, match=f"generation {cell.generation} holds"):
+            await successor(cell)
+        assert not cell.prefill.lost.done()
+        monkeypatch.setattr(fence, "LEASE_S", 0.0)
         other = await successor(cell)
+        for gang in (cell.prefill, cell.decode):
+            assert f"generation {other.generation} has taken over" in await gang.lost
         await check_serves(other, tiny_llama)
         await cell.idle()
-        with pytest.raises(ProtocolError, match="no longer, attached"):
-            await cell.reserve(request(50))
-        for gang, method, message in (
-            (cell.prefill, "prefill", job(request(51))),
-            (cell.prefill, "cancel", CancelRequest(rid=99)),
-            (cell.decode, "join", JoinBatch(rid=51, first_token=1)),
-        ):
-            with pytest.raises(ProtocolError, match="attached"):
-                await gang.call(0, method, pack(message))
+        for gang, members in (("prefill", cell.prefill_gang), ("decode", cell.decode_gang)):
+            with pytest.raises(Superseded, match="older"):
+                await cell.attach(members.members, gang)
         await check_serves(other, tiny_llama, rid=100)
         cell.check_idle()
         await other.hang_up()
+        cell.check_idle()
+        with pytest.raises(Superseded, match="older"):
+            await cell.attach(cell.prefill_gang.members, "prefill")  # though nobody holds it now
+
+
+async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
+    tiny_llama: Path,
+) -> None:
+    """Its words lie unread beside the question of a newer router."""
+    async with cell_of(tiny_llama) as cell:
+        newer = Cell()
+        gang = GangClient("prefill", cell.prefill_gang.members, ignore)
+        await gang.connect(secret=SECRET, router_id="newer")
+        for rank in cell.prefill_gang.ranks:
+            rank._fence.heard(time.monotonic() - 60.0)
+        asking = asyncio.create_task(gang.check_free(newer.generation))
+        await asyncio.sleep(0)
+        cell.prefill.keep_alive()
+        with pytest.raises(RanksHeld):
+            await asking
+        await gang.close()
+
+
+def ignore(*_: object) -> None:
+    """A notification."""
 
 
 async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> None:
@@ -141,8 +172,14 @@ async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
         assert unpack(RankDescription, answer) == cell.prefill.descriptions[0]
         answer = await onlooker.call("stats", None, deadline_s=ANSWER_S)
         assert unpack(RankStats, answer).kv_slots == 16384
-        with pytest.raises(ProtocolError, match="attached"):
-            await onlooker.call("cancel", pack(CancelRequest(rid=1)), deadline_s=ANSWER_S)
+        for method, message in (
+            ("prefill", job(request(51))),
+            ("cancel", CancelRequest(rid=1)),
+            ("reserve", request(51).reserve(cell.epoch)),
+            ("join", JoinBatch(rid=51, first_token=1)),
+        ):
+            with pytest.raises(ProtocolError, match="attached"):
+                await onlooker.call(method, pack(message), deadline_s=ANSWER_S)
         await onlooker.close()
         await check_serves(cell, tiny_llama)
 

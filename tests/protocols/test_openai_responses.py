@@ -23,7 +23,9 @@ from csps.protocols.errors import (
     ModelNotFound,
     ProtocolError,
     QueueFull,
+    RanksHeld,
     RemoteError,
+    Superseded,
     TransferError,
     Unauthorized,
 )
@@ -224,6 +226,8 @@ def test_error_event_is_what_the_client_looks_for() -> None:
         (ModelNotFound(model="gpt", served="needle"), 404, "model_not_found"),
         (QueueFull("full", retry_after_s=1.2), 429, "queue_full"),
         (GangLost("rank 10.0.0.3"), 503, "unavailable"),
+        (Superseded("generation 2 has attached"), 503, "unavailable"),
+        (RanksHeld("generation 1 holds this rank"), 503, "unavailable"),
         (ConnectionLost("10.0.0.3 reset"), 503, "unavailable"),
         (DeadlineExceeded("kv landing", 3), 504, "timeout"),
         (Cancelled("the server is shutting down"), 503, "unavailable"),

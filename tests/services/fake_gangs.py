@@ -7,6 +7,7 @@ they have fails the test, and at the end of a test everything must have come bac
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from csps.protocols.errors import FaultError
+from csps.protocols.errors import FaultError, Superseded
+from csps.protocols.fence import Fence
 from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import (
     Attach,
@@ -39,6 +41,7 @@ from csps.protocols.schema import pack, unpack
 from csps.services.cluster import Cluster, ClusterDeadlines
 from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import DispatchDeadlines, Dispatcher
+from csps.services.generations import MemoryGenerations
 from csps.services.running import Generation, Running
 from csps.services.scheduling.decode_placement import DecodeRules
 from csps.services.scheduling.spt_policy import SptPolicy, SptRules
@@ -65,7 +68,9 @@ class FakeRank:
 
     def __init__(self, gang: FakeGang, rank: int) -> None:
         self.gang, self.rank = gang, rank
+        self.fence = Fence()
         self.router: Peer | None = None
+        self.asked = 0
         self.attached: list[str] = []
         self.bridges: list[ConnectBridge] = []
         self.jobs: list[PrefillJob] = []
@@ -76,7 +81,9 @@ class FakeRank:
         self.heard: list[str] = []
         self.server = RpcServer(
             {
+                "may_attach": self._may_attach,
                 "attach": self._attach,
+                "keep_alive": self._keep_alive,
                 "connect_bridge": self._connect_bridge,
                 "prefill": self._prefill,
                 "reserve": self._reserve,
@@ -84,6 +91,7 @@ class FakeRank:
                 "cancel": self._cancel,
             },
             secret=SECRET,
+            on_disconnect=self._disconnected,
         )
 
     @property
@@ -120,11 +128,28 @@ class FakeRank:
         self.heard.append(method)
         return message
 
+    def _may_attach(self, payload: Any, _: Peer) -> None:
+        self.asked += 1
+        self.fence.check(unpack(Attach, payload).generation, time.monotonic())
+
     def _attach(self, payload: Any, peer: Peer) -> Any:
-        self.attached.append(unpack(Attach, payload).router_id)
+        message = unpack(Attach, payload)
+        self.fence.take(message.generation, time.monotonic())
+        if self.router is not None and self.router is not peer:
+            self.router.refuse(Superseded("another router has taken over"))
+        self.attached.append(message.router_id)
         self.router = peer
         self.reserved.clear()
         return pack(self.describe())
+
+    def _keep_alive(self, _: Any, peer: Peer) -> None:
+        if peer is self.router:
+            self.fence.heard(time.monotonic())
+
+    def _disconnected(self, peer: Peer) -> None:
+        if peer is self.router:
+            self.router = None
+            self.fence.release()
 
     async def _connect_bridge(self, payload: Any, _: Peer) -> None:
         self._note("connect_bridge", self.bridges, ConnectBridge, payload)
@@ -413,7 +438,11 @@ async def fake_cell(
     members = [await gang.start() for gang in gangs]
     directory = StaticDirectory(ClusterView(prefill=members[0], decode=members[1]))
     cluster = Cluster(
-        directory, secret=SECRET, router_id="test", deadlines=ClusterDeadlines(retry_s=0.01)
+        directory,
+        secret=SECRET,
+        router_id="test",
+        generations=MemoryGenerations(),
+        deadlines=ClusterDeadlines(retry_s=0.01),
     )
     policy = SptPolicy(rules or SptRules(spt_tokens=1000, short_tokens=200), DecodeRules())
     options = {"deadlines": deadlines or DispatchDeadlines(watch_s=0.01, retry_pause_s=0.0)}

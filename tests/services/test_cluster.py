@@ -6,17 +6,19 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
 
+from csps.protocols import fence
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.services.cluster import UNUSABLE, Cluster, ClusterDeadlines, KvLink
+from csps.services.cluster import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
 from csps.services.directory import ClusterView, Directory, StaticDirectory
+from csps.services.generations import Generations, MemoryGenerations
 
 
 @dataclass
@@ -50,12 +52,16 @@ class Log:
 
 @asynccontextmanager
 async def following(
-    directory: Directory, *gangs: FakeGang, **deadlines: float
+    directory: Directory,
+    *gangs: FakeGang,
+    generations: Generations | None = None,
+    **deadlines: float,
 ) -> AsyncIterator[tuple[Cluster, Log]]:
     cluster = Cluster(
         directory,
         secret=SECRET,
         router_id="test",
+        generations=generations or MemoryGenerations(),
         deadlines=ClusterDeadlines(**{"retry_s": 0.01, **deadlines}),
     )
     log = Log()
@@ -89,7 +95,7 @@ async def test_both_gangs_are_attached_and_linked() -> None:
     async with following(directory, prefill, decode) as (cluster, log):
         link = await cluster.wait_ready(PATIENCE_S)
         assert log.links == [link]
-        assert link.epoch.startswith("p1.d1.")
+        assert (cluster.generation, link.epoch) == (1, "1.1")
         assert link.prefill.instances == 2
         assert link.prefill.ranks_of(1) == range(2, 4)
         assert link.prefill.capacities == (10_000, 10_000)
@@ -127,7 +133,7 @@ async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_t
         assert log.lost[0][0] == "p1"
         assert "rank 1 of prefill gang p1" in log.lost[0][1]
         assert cluster.link is None
-        await until(lambda: prefill.ranks[0].router.closed.done())  # the rest is hung up on
+        await until(lambda: prefill.ranks[0].router is None)  # the rest is hung up on
         directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
         link = await cluster.wait_ready(PATIENCE_S)
         assert link.decode is first_link.decode
@@ -172,7 +178,7 @@ async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
     directory = StaticDirectory(ClusterView(prefill=mute, decode=view.decode))
     try:
         async with following(directory, prefill, decode, attach_s=600) as (cluster, _):
-            await until(lambda: cluster.gang("decode") is not None)
+            await until(lambda: decode.leader.asked)
             directory.publish(view)
             await cluster.wait_ready(PATIENCE_S)
     finally:
@@ -307,6 +313,90 @@ async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:
         cluster.reset("prefill", "now")
         await turns()
         assert len(log.told) == 1
+
+
+# --- two routers --------------------------------------------------------------------------
+
+
+async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it() -> None:
+    """Not even one that has only just come: the holder would lose the other gang's work."""
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("prefill", "p2")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    shared = MemoryGenerations()
+    async with following(directory, prefill, decode, second, generations=shared) as (holder, log):
+        await holder.wait_ready(PATIENCE_S)
+        late = StaticDirectory(ClusterView(prefill=prefill.members, decode=decode.members))
+        async with following(late, generations=shared) as (successor, _):
+            await until(lambda: successor.phase.endswith(STANDBY))
+            await prefill.kill(0)
+            late.publish(ClusterView(prefill=await second.start(), decode=decode.members))
+            await until(lambda: second.leader.asked)
+            asked = second.leader.asked
+            await until(lambda: second.leader.asked > asked + 2)
+            assert not second.leader.attached
+            directory.publish(ClusterView(prefill=second.members, decode=decode.members))
+            await holder.wait_ready(PATIENCE_S)
+            assert [gang_id for gang_id, _ in log.lost] == ["p1"]
+            assert holder.generation == 1
+            await holder.close()
+            link = await successor.wait_ready(PATIENCE_S)
+            assert link.epoch == "2.1"
+
+
+async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    shared = MemoryGenerations()
+    async with following(directory, prefill, decode, generations=shared) as (silent, log):
+        await silent.wait_ready(PATIENCE_S)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(fence, "LEASE_S", 0.0)
+            async with following(directory, generations=shared) as (successor, told):
+                await until(lambda: successor.link is not None)
+                impatient.undo()
+                await until(lambda: len(log.lost) == 2)
+                await until(lambda: silent.phase.endswith(STANDBY))
+                await until(lambda: silent.generation == 3)
+                await turns()
+                assert not told.lost, "the two do not take the gangs from each other for ever"
+        await silent.wait_ready(PATIENCE_S)
+
+
+async def test_a_draining_router_keeps_its_gangs_and_takes_no_new_ones() -> None:
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("decode", "d2")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    async with following(directory, prefill, decode, second) as (cluster, log):
+        link = await cluster.wait_ready(PATIENCE_S)
+        cluster.drain()
+        directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
+        await turns()
+        assert cluster.link is link
+        assert not log.lost
+        await decode.kill(0)
+        await until(lambda: log.lost)
+        await turns()
+        assert not second.leader.attached
+
+
+async def test_an_older_gang_does_not_replace_a_newer_one() -> None:
+    """A directory that had to start again may hear of the one that is going first."""
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d2")
+    old = FakeGang("decode", "d1")
+    view = await view_of(prefill, decode)
+    newest = replace(decode.members, incarnation=2)
+    directory = StaticDirectory(replace(view, decode=newest))
+    async with following(directory, prefill, decode, old) as (cluster, log):
+        link = await cluster.wait_ready(PATIENCE_S)
+        directory.publish(replace(view, decode=replace(await old.start(), incarnation=1)))
+        await turns()
+        directory.publish(replace(view, decode=newest))
+        await turns()
+        assert cluster.link is link
+        assert not log.lost
 
 
 def test_members_are_complete() -> None:

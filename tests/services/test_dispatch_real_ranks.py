@@ -26,6 +26,7 @@ from csps.protocols.plans import CsaOptions, Plan, PlanRequest
 from csps.services.cluster import Cluster
 from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.dispatch import Dispatcher
+from csps.services.generations import MemoryGenerations
 from csps.services.running import Generation, Running
 from csps.services.scheduling.decode_placement import DecodeRules
 from csps.services.scheduling.spt_policy import SptPolicy, SptRules
@@ -123,7 +124,9 @@ async def by_rules(request: PlanRequest) -> Plan:
 async def real_cell(model: Path) -> AsyncIterator[tuple[Cell, Processes, Processes]]:
     """Two prefill and two decode ranks, bridged; the processes end with the test."""
     directory = StaticDirectory()
-    cluster = Cluster(directory, secret=SECRET.encode(), router_id="test")
+    cluster = Cluster(
+        directory, secret=SECRET.encode(), router_id="test", generations=MemoryGenerations()
+    )
     policy = SptPolicy(SptRules(spt_tokens=256, short_tokens=32), DecodeRules(spread_tokens=256))
     dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=by_rules)
     cell = Cell(model, directory, cluster, dispatcher)

@@ -1,0 +1,179 @@
+"""A router in a process of its own, without Ray or HTTP, for what only a process can do: be killed,
+or stand still. `python tests/router_process.py CONFIG` serves one greedy request and then waits;
+`RouterProcess` drives it.
+
+It prints a JSON line for each fact: `ready` with its generation, each `token`, `finished`, the HTTP
+`status` that a client would have got for a failure, and each `phase` of the cluster. A line on its
+standard input makes it drain and end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gang_cell import SECRET
+
+from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.protocols.messages import Sampling
+from csps.protocols.openai_responses import error_body
+from csps.protocols.plans import Plan, PlanRequest
+from csps.services.cluster import Cluster
+from csps.services.directory import ClusterView, StaticDirectory
+from csps.services.dispatch import Dispatcher
+from csps.services.generations import FileGenerations
+from csps.services.running import Generation, Running
+from csps.services.scheduling.decode_placement import DecodeRules
+from csps.services.scheduling.spt_policy import SptPolicy, SptRules
+
+WAIT_S = 60.0
+
+
+def make_router(
+    prefill: GangMembers, decode: GangMembers, generations: Path
+) -> tuple[Cluster, Dispatcher]:
+    """A cluster over these gangs, and its dispatcher."""
+    cluster = Cluster(
+        StaticDirectory(ClusterView(prefill=prefill, decode=decode)),
+        secret=SECRET,
+        router_id=f"router{os.getpid()}",
+        generations=FileGenerations(generations),
+    )
+    policy = SptPolicy(SptRules(spt_tokens=256, short_tokens=32), DecodeRules(spread_tokens=256))
+    return cluster, Dispatcher(cluster=cluster, policy=policy, planner=_exact)
+
+
+def greedy(dispatcher: Dispatcher, prompt: list[int], max_tokens: int) -> Running:
+    """Submit a request that draws the likeliest tokens."""
+    return dispatcher.submit(
+        Generation(
+            request_id="r",
+            prompt=np.array(prompt, dtype=np.int32),
+            sampling=Sampling(temperature=0, max_tokens=max_tokens),
+        )
+    )
+
+
+async def _exact(request: PlanRequest) -> Plan:
+    return Plan(reason="for tests")
+
+
+class RouterProcess:
+    """The process, and what it has said."""
+
+    def __init__(
+        self,
+        prefill: GangMembers,
+        decode: GangMembers,
+        generations: Path,
+        *,
+        prompt: list[int],
+        max_tokens: int,
+    ) -> None:
+        config = {
+            "gangs": [asdict(prefill), asdict(decode)],
+            "generations": str(generations),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+        }
+        self.facts: list[dict[str, Any]] = []
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that have come."""
+        return [fact["token"] for fact in self.facts if "token" in fact]
+
+    async def until(self, name: str, value: Any = None) -> Any:
+        """Read on until there is such a fact (of this value, if one is given); returns it."""
+        while True:
+            fact = await self._next()
+            if name in fact and value in (None, fact[name]):
+                return fact[name]
+
+    async def _next(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        reading = asyncio.to_thread(self._process.stdout.readline)
+        line = await asyncio.wait_for(reading, WAIT_S)
+        assert line, f"the router ended, having said {self.facts[-3:]}"
+        fact: dict[str, Any] = json.loads(line)
+        self.facts.append(fact)
+        return fact
+
+    def drain(self) -> None:
+        """Let it finish what it does, and end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("drain\n")
+        self._process.stdin.flush()
+
+    def stand_still(self) -> None:
+        """Its connections stay open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `stand_still`."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once, if it still runs."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _say(**fact: object) -> None:
+    print(json.dumps(fact), flush=True)
+
+
+async def _main(config: dict[str, Any]) -> None:
+    prefill, decode = (_members(gang) for gang in config["gangs"])
+    cluster, dispatcher = make_router(prefill, decode, Path(config["generations"]))
+    await dispatcher.start()
+    await cluster.wait_ready(WAIT_S)
+    _say(ready=cluster.generation)
+    work = asyncio.create_task(_serve(dispatcher, config["prompt"], config["max_tokens"]))
+    watch = asyncio.create_task(_tell_phases(cluster))
+    await asyncio.to_thread(sys.stdin.readline)
+    await dispatcher.close(WAIT_S)
+    await work
+    watch.cancel()
+
+
+async def _serve(dispatcher: Dispatcher, prompt: list[int], max_tokens: int) -> None:
+    try:
+        async for token in greedy(dispatcher, prompt, max_tokens):
+            _say(token=token.token)
+    except Exception as error:
+        _say(status=error_body(error)[0], error=str(error))
+    else:
+        _say(finished=True)
+
+
+async def _tell_phases(cluster: Cluster) -> None:
+    said = ""
+    while True:
+        if cluster.phase != said:
+            said = cluster.phase
+            _say(phase=said)
+        await asyncio.sleep(0.01)
+
+
+def _members(fields: dict[str, Any]) -> GangMembers:
+    ranks = tuple(RankAddress(**address) for address in fields["ranks"])
+    return GangMembers(**{**fields, "ranks": ranks})
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(json.loads(sys.argv[1])))

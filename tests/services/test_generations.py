@@ -1,0 +1,99 @@
+"""Counters that only grow, whoever asks and whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from ray.experimental import internal_kv
+
+from csps.services.generations import FileGenerations, Generations, MemoryGenerations
+from csps.services.ray_generations import RayGenerations
+
+
+class Kv:
+    """Ray's store as far as it is used: what is said of it was read in Ray 2.60."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        for name in ("put", "list", "del"):
+            monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", getattr(self, f"_{name}"))
+
+    def _put(self, key: str, value: bytes, overwrite: bool, namespace: str) -> bool:
+        assert not overwrite
+        with self._lock:
+            existed = (namespace, key) in self.keys
+            self.keys.add((namespace, key))
+            return existed
+
+    def _list(self, prefix: str, namespace: str) -> list[bytes]:
+        with self._lock:
+            return [
+                key.encode() for ns, key in self.keys if ns == namespace and key.startswith(prefix)
+            ]
+
+    def _del(self, key: str, namespace: str) -> int:
+        with self._lock:
+            self.keys.discard((namespace, key))
+            return 1
+
+
+def counter(kind: str, path: Path) -> Generations:
+    if kind == "file":
+        return FileGenerations(path / "generations")
+    return RayGenerations("csps/routers")
+
+
+async def test_memory_counts_from_one() -> None:
+    generations = MemoryGenerations()
+    assert [await generations.claim() for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["file", "ray"])
+async def test_a_counter_goes_on_where_another_process_stopped(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kv(monkeypatch)
+    claimed = [await counter(kind, tmp_path).claim() for _ in range(4)]
+    assert claimed == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["file", "ray"])
+async def test_many_at_once_get_different_numbers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kv(monkeypatch)
+    claims = (counter(kind, tmp_path).claim() for _ in range(24))
+    claimed = await asyncio.gather(*claims)
+    assert len(set(claimed)) == 24
+    assert await counter(kind, tmp_path).claim() > max(claimed)
+
+
+async def test_a_number_that_was_tidied_away_is_not_handed_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between a slow one's look and its own key, others have claimed two and removed the first."""
+    kv, slow, quick = Kv(monkeypatch), RayGenerations("a"), RayGenerations("a")
+    await quick.claim()
+    numbers = slow._numbers
+
+    def stale() -> list[int]:
+        slow._numbers = numbers  # type: ignore[method-assign]
+        seen = numbers()
+        assert quick._claim() == 2
+        assert quick._claim() == 3
+        return seen
+
+    slow._numbers = stale  # type: ignore[method-assign]
+    assert await slow.claim() == 4
+    assert await quick.claim() == 5
+    assert len(kv.keys) == 1, "old keys are tidied away"
+
+
+async def test_applications_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    Kv(monkeypatch)
+    assert await RayGenerations("a/routers").claim() == 1
+    assert await RayGenerations("b/routers").claim() == 1

@@ -1,0 +1,134 @@
+"""Two routers at the same ranks: one serves, the other stands by, and no stream is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+from gang_cell import ANSWER_S, GangPlan, prompt_of
+from gang_threads import ThreadGang, eventually, thread_gang
+from router_process import RouterProcess, greedy, make_router
+from tiny_checkpoints import reference_tokens
+
+from csps.services.cluster import STANDBY, Cluster
+from csps.services.dispatch import Dispatcher
+
+PROMPT = prompt_of(40, 1).tolist()
+OTHER = prompt_of(50, 2).tolist()
+LASTING = 200
+"""Tokens of a stream that is to go on for a while."""
+
+
+@functools.cache
+def lasting(model: Path) -> list[int]:
+    """The right answer to `PROMPT`."""
+    return reference_tokens(model, PROMPT, LASTING)
+
+
+@dataclass
+class Ranks:
+    """Two gangs, and the routers that came to them."""
+
+    model: Path
+    prefill: ThreadGang
+    decode: ThreadGang
+    generations: Path
+    answer: list[int]
+    """To `PROMPT`. Computed ahead: it would stop the loop of a router in the test's process for so
+    long that another one takes over."""
+    started: list[RouterProcess] = field(default_factory=list)
+
+    async def router(self, max_tokens: int) -> RouterProcess:
+        """One in a process of its own, in the middle of its stream."""
+        process = RouterProcess(
+            self.prefill.members,
+            self.decode.members,
+            self.generations,
+            prompt=PROMPT,
+            max_tokens=max_tokens,
+        )
+        self.started.append(process)
+        await process.until("token")
+        return process
+
+    @asynccontextmanager
+    async def here(self) -> AsyncIterator[tuple[Cluster, Dispatcher]]:
+        """One in the test's own process."""
+        cluster, dispatcher = make_router(
+            self.prefill.members, self.decode.members, self.generations
+        )
+        await dispatcher.start()
+        try:
+            yield cluster, dispatcher
+        finally:
+            await dispatcher.close(0.0)
+
+    async def check_serves(self, dispatcher: Dispatcher) -> None:
+        """A request is answered rightly."""
+        async with asyncio.timeout(ANSWER_S):
+            answer = [token.token async for token in greedy(dispatcher, OTHER, 6)]
+        assert answer == reference_tokens(self.model, OTHER, 6)
+
+
+@pytest.fixture
+async def ranks(tiny_llama: Path, tmp_path: Path) -> AsyncIterator[Ranks]:
+    plan = partial(GangPlan, model_dir=str(tiny_llama), instances=2)
+    async with (
+        thread_gang(plan(role="prefill")) as prefill,
+        thread_gang(plan(role="decode")) as decode,
+    ):
+        made = Ranks(tiny_llama, prefill, decode, tmp_path / "generations", lasting(tiny_llama))
+        try:
+            yield made
+        finally:
+            for process in made.started:
+                process.kill()
+
+
+async def test_a_successor_stands_by_until_the_holders_streams_have_ended(ranks: Ranks) -> None:
+    """A redeployment: the old router drains while the new one is there already."""
+    first = await ranks.router(max_tokens=LASTING)
+    async with ranks.here() as (cluster, dispatcher):
+        await eventually(lambda: STANDBY in cluster.phase)
+        waiting = asyncio.create_task(ranks.check_serves(dispatcher))
+        first.drain()
+        await first.until("finished")
+        assert not waiting.done()
+        assert first.tokens == ranks.answer
+        await cluster.wait_ready(ANSWER_S)
+        assert cluster.generation == 2
+        await waiting
+
+
+async def test_a_killed_router_is_followed_by_the_one_that_stands_by(ranks: Ranks) -> None:
+    first = await ranks.router(max_tokens=LASTING)
+    async with ranks.here() as (cluster, dispatcher):
+        await eventually(lambda: STANDBY in cluster.phase)
+        first.kill()
+        await cluster.wait_ready(ANSWER_S)
+        await ranks.check_serves(dispatcher)
+
+
+async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(ranks: Ranks) -> None:
+    """Its client learns that it may try again; the cell is never torn between the two."""
+    first = await ranks.router(max_tokens=3000)
+    first.stand_still()
+    async with ranks.here() as (cluster, dispatcher):
+        link = await cluster.wait_ready(ANSWER_S)
+        stream = greedy(dispatcher, PROMPT, LASTING)
+        await anext(stream)
+        first.go_on()
+        assert await first.until("status") == 503
+        standby = f"waiting for a prefill and a decode gang: {STANDBY}"
+        assert await first.until("phase", standby) == standby
+        async with asyncio.timeout(ANSWER_S):
+            tokens = [token.token async for token in stream]
+        assert tokens == ranks.answer[1:]
+        await ranks.check_serves(dispatcher)
+        assert cluster.link is link, "nobody has disturbed it"
