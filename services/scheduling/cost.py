@@ -16,6 +16,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from csps.protocols.topology import Location
 
 EXACT = "exact"
@@ -58,7 +60,7 @@ class Allowed(NamedTuple):
     """Its time in thousandths of what the latency model says."""
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True, order=True, gc=False):
     """The cheapest allowed strategy."""
 
     time_ns: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId, RequestId
@@ -12,7 +13,11 @@ from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.view import PairView, View
 
 
-class PlannedPiece(NamedTuple):
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Base of all that decisions are made of: as cheap as a tuple."""
+
+
+class PlannedPiece(Part, frozen=True):
     """Positions [start, start + length) of a waiting request."""
 
     request: RequestId
@@ -20,8 +25,7 @@ class PlannedPiece(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedStep:
+class PlannedStep(Part, frozen=True, kw_only=True):
     """A step to be launched. Its pieces are laid end to end and cut at `bounds`."""
 
     group: tuple[InstanceId, ...]
@@ -34,7 +38,7 @@ class PlannedStep:
     urgent: bool = False
 
 
-class DecodePlacement(NamedTuple):
+class DecodePlacement(Part, frozen=True):
     """Where a request's KV goes and who draws its tokens."""
 
     request: RequestId
@@ -44,8 +48,7 @@ class DecodePlacement(NamedTuple):
     """Slots for all tokens to come are set aside there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartPlan:
+class StartPlan(Part, frozen=True, kw_only=True):
     """Start these requests now: reserve all slots, launch all steps.
 
     Several requests may share a step (a batch, fillers), one request may have several steps
@@ -57,16 +60,14 @@ class StartPlan:
     """Of each request that has a piece in a step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Blocked:
+class Blocked(Part, frozen=True, kw_only=True):
     """There are not slots enough for a request whose turn it is. Whoever passes it from now on
     must have ended within the bound of overtaking."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WakeAt:
+class WakeAt(Part, frozen=True, kw_only=True):
     """Ask again then, although nothing may have changed."""
 
     at_ns: int

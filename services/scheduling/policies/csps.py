@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from csps.services.scheduling.decisions import Blocked, Decision, Trial
+from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
 from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
@@ -86,7 +86,7 @@ class _Round:
     def __init__(self, view: View, options: CspsOptions, decode: DecodeOptions) -> None:
         self._view, self._options = view, options
         self._pairs = [CspsPair(pair, view, options, decode) for pair in view.pairs]
-        self._blocked: list[Decision] = []
+        self._others: list[Decision] = []
         self._end_by_ns: int | None = None
         """When whoever starts now must have ended, or somebody would be passed for too long."""
         self._long_line_open = True
@@ -96,7 +96,11 @@ class _Round:
         """What starts, and who is blocked."""
         urgent, long = self._view.waiting("urgent"), self._view.waiting("long")
         next_urgent = next_long = misses = 0
-        while misses < self._options.look_ahead:
+        look_ahead, most_starts = self._options.look_ahead, self._options.most_starts
+        while misses < look_ahead:
+            if next_urgent + next_long - misses >= most_starts:
+                self._others.append(WakeAt(at_ns=self._view.now_ns))
+                break
             take_long = self._long_line_open and next_long < len(long)
             if take_long and next_urgent < len(urgent):
                 take_long = long[next_long].id < urgent[next_urgent].id
@@ -108,7 +112,7 @@ class _Round:
                 next_urgent += 1
             else:
                 break
-        return [*self._blocked, *(plan for it in self._pairs for plan in it.plans())]
+        return [*self._others, *(plan for it in self._pairs for plan in it.plans())]
 
     def _consider_urgent(self, request: RequestView) -> bool:
         verdict = self._try(lambda pair: pair.start_urgent(request, self._end_by_ns))
@@ -135,7 +139,7 @@ class _Round:
 
     def _note(self, request: RequestView, verdict: Verdict) -> bool:
         if verdict is Verdict.BLOCKED:
-            self._blocked.append(Blocked(request=request.id))
+            self._others.append(Blocked(request=request.id))
             end_by_ns = self._view.blocked_ns(request) + self._options.overtaking_ns
             self._end_by_ns = min(end_by_ns, self._end_by_ns or end_by_ns)
         return verdict is Verdict.STARTS

@@ -24,10 +24,13 @@ class CspsOptions:
     look_ahead: int = 64
     """Requests that a round tries in vain before it leaves the rest of the line for the next one.
     It bounds the time of a round; what starts does not count."""
+    most_starts: int = 128
+    """Requests that a round starts. More wait for the next one, which follows at once: an event
+    loop must not stand still while hundreds are placed."""
 
     def __post_init__(self) -> None:
-        sizes = (self.spt_tokens, self.urgent_batch_tokens, self.jobs_per_instance, self.look_ahead)
-        if min(sizes) < 1:
+        counts = (self.jobs_per_instance, self.look_ahead, self.most_starts)
+        if min(self.spt_tokens, self.urgent_batch_tokens, *counts) < 1:
             raise ConfigError(f"options must be positive: {self}")
         if self.short_tokens < 0 or self.overtaking_s < 0:
             raise ConfigError(f"options must not be negative: {self}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
+
+import msgspec
 
 from csps.services.scheduling.cost import EXACT, Choice
 from csps.services.scheduling.decisions import (
@@ -37,15 +38,14 @@ class Verdict(IntEnum):
     """There are not slots enough."""
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """A step that is being put together."""
 
     group: list[Spot]
     cls: str
     strategy: str
     urgent: bool
-    members: list[tuple[RequestView, Placed]] = field(default_factory=list)
+    members: list[tuple[RequestView, Placed]] = msgspec.field(default_factory=list)
     tokens: int = 0
     predicted_ns: int = 0
     shares: list[int] | None = None
@@ -237,8 +237,8 @@ class CspsPair:
         """
         spt = min(self._options.spt_tokens, *group.room)
         slack = len(group.spots) * spt - job.tokens
-        idle = sum(not it.long_steps for it in self._prefill.spots)
-        if slack <= 0 or idle > sum(not it.long_steps for it in group.spots):
+        idle = self._prefill.idle
+        if slack <= 0 or (idle and idle > sum(not it.long_steps for it in group.spots)):
             return  # an idle instance serves them sooner
         for other in islice(line, index + 1, index + 1 + self._options.look_ahead):
             if other.prompt_tokens > slack or other.cls != job.cls or self.started(other):

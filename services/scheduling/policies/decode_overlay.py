@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import Share
@@ -28,15 +29,14 @@ class DecodeOptions:
             raise ConfigError(f"options of decoding must be positive: {self}")
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True, gc=False):
     """The choice for a request."""
 
     shares: tuple[Share, ...]
     master: InstanceId
 
 
-@dataclass(slots=True, eq=False)
-class _Holder:
+class _Holder(msgspec.Struct, eq=False, gc=False):
     id: InstanceId
     order: int
     free: int
@@ -59,7 +59,8 @@ class DecodeOverlay:
         }
         self._freest = sorted(it.rank for it in self._holders.values())
         self._free = sum(it.free for it in self._holders.values())
-        self._failed: tuple[int, int] | None = None
+        self._largest = -1
+        """Slots of the instance that has most; less than none if that is not known."""
 
     def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
         """Choose the holders of a request's KV and its master; None while there is no room.
@@ -68,18 +69,16 @@ class DecodeOverlay:
         """
         if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
             return None
-        failed = self._failed  # free slots only become fewer in a round
-        if failed and prompt_tokens >= failed[0] and output_tokens >= failed[1]:
-            return None
         wanted = -(-prompt_tokens // self._options.spread_tokens)
         if wanted == 1:
             first = self._holders[self._freest[0][1]]
             if first.free >= prompt_tokens + output_tokens:
                 return Placed((Share(first.id, 0, prompt_tokens),), first.id)
-        placed = self._spread(prompt_tokens, output_tokens, wanted)
-        if placed is None:
-            self._failed = prompt_tokens, output_tokens
-        return placed
+        if self._largest < 0:
+            self._largest = max(it.free for it in self._holders.values())
+        if output_tokens > self._largest:
+            return None
+        return self._spread(prompt_tokens, output_tokens, wanted)
 
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Somebody was placed so."""
@@ -88,13 +87,15 @@ class DecodeOverlay:
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
+            if holder.free == self._largest:
+                self._largest = -1
             holder.free -= count
             holder.mastered += instance == placed.master
             insort(self._freest, holder.rank)
             self._free -= count
         self._batch += 1
 
-    def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed | None:
+    def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed:
         """On the fewest of the freest that have room, but no fewer than wanted."""
         room, roomy = -output_tokens, False
         for count, (_, instance) in enumerate(self._freest, 1):
@@ -104,7 +105,7 @@ class DecodeOverlay:
             enough = count >= wanted or count == len(self._freest)
             if enough and roomy and room >= prompt_tokens:
                 return self._on(count, prompt_tokens, output_tokens)
-        return None
+        raise AssertionError("there was room")
 
     def _on(self, count: int, prompt_tokens: int, output_tokens: int) -> Placed:
         """Spread the prompt evenly, with the answer on the least busy one that has room for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import GroupShape, shape_of
@@ -10,15 +10,13 @@ from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.view import GangView, InstanceView
 
 
-@dataclass(slots=True, eq=False)
-class Budget:
+class Budget(msgspec.Struct, eq=False, gc=False):
     """What urgent steps may still cost a step that they overtake."""
 
     left_ns: int
 
 
-@dataclass(slots=True, eq=False)
-class Spot:
+class Spot(msgspec.Struct, eq=False):
     """An instance."""
 
     view: InstanceView
@@ -69,6 +67,8 @@ class PrefillOverlay:
             )
             for it in gang.instances
         ]
+        self.idle = sum(not it.long_steps for it in self.spots)
+        """Instances without a long step."""
 
     def shape(self, group: list[Spot]) -> GroupShape:
         """Of instances in topology order."""
@@ -87,6 +87,7 @@ class PrefillOverlay:
         for spot, share in zip(group, shares, strict=True):
             self._budgets_of(spot).append(budget)
             spot.free -= share
+            self.idle -= not spot.long_steps
             spot.long_steps += 1
             spot.free_at_ns = end_ns
             spot.version += 1

@@ -1,0 +1,175 @@
+"""What a round of scheduling costs, and how it grows with the line.
+
+    python benchmarks/scheduling_round.py [--instances 64] [--repeats 20] [--json FILE]
+
+As many instances prefill as decode, 8 on a server. Three rounds are timed, each on schedulers of
+its own: `burst`, in which everything starts that an idle cell has room for; `after_step`, when one
+step of a full cell is over; and `idle`, when nothing can start. `decide_us` is the policy alone,
+`handle_us` the whole turn with its checks, books and commands; both are medians of processor time.
+`bound_us` is 1 ms and 25 us for each request placed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import report
+
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.commands import AnyCommand, Reserve, RunStep
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.decisions import Decision, Policy, Trial
+from csps.services.scheduling.limits import QueueLimits
+from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.view import PairView, View
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "csps": {"max_batch": 1 << 20},
+    "fixed_sp": {"sp": 8, "max_batch": 1 << 20},
+}
+SLOTS = 200_000
+TABLE = CostTable(latencies=Unmeasured())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--instances", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = report.with_json_option(parser).parse_args()
+    rows = [
+        _row(policy, waiting, args.instances, args.repeats, round_)
+        for policy in OPTIONS
+        for waiting in (256, 10_000)
+        for round_ in ("burst", "after_step", "idle")
+    ]
+    report.publish({"benchmark": "scheduling_round", "instances": args.instances}, rows, args.json)
+
+
+def _row(policy: str, waiting: int, instances: int, repeats: int, round_: str) -> dict[str, Any]:
+    timings = [_Timed(policy, waiting, instances, seed).time(round_) for seed in range(repeats)]
+    handle_us = statistics.median(it[0] for it in timings)
+    placed = statistics.median(it[2] for it in timings)
+    return {
+        "policy": policy,
+        "waiting": waiting,
+        "round": round_,
+        "placed": placed,
+        "decide_us": statistics.median(it[1] for it in timings),
+        "handle_us": handle_us,
+        "handle_max_us": max(it[0] for it in timings),
+        "bound_us": 1000 + 25 * placed,
+    }
+
+
+class _Gate:
+    """The policy behind a gate, with a clock."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self.open, self.took_ns = policy, False, 0
+        self.name, self.digest = policy.name, policy.digest
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        return self._policy.line(prompt_tokens, pairs)
+
+    def trial(self, pair: PairView) -> Trial:
+        return self._policy.trial(pair)
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        if not self.open:
+            return ()
+        begin = time.thread_time_ns()
+        decisions = self._policy.decide(view)
+        self.took_ns = time.thread_time_ns() - begin
+        return decisions
+
+
+class _Timed:
+    """A scheduler with a line of requests and idle instances."""
+
+    def __init__(self, policy: str, waiting: int, instances: int, seed: int) -> None:
+        self._gate = _Gate(make_policy(policy, OPTIONS[policy]))
+        self._scheduler = Scheduler(
+            self._gate,
+            Costs(TABLE, {TABLE.digest: TABLE}),
+            limits=QueueLimits(max_waiting=1 << 20, max_waiting_tokens=1 << 50),
+        )
+        self._now_ns = 0
+        self._turn(
+            _gang(1, instances, prefill=True),
+            _gang(2, instances, prefill=False),
+            ev.LinkUp(prefill=1, decode=2),
+            *_requests(waiting, seed),
+        )
+
+    def time(self, round_: str) -> tuple[float, float, int]:
+        """(us of the turn, us of the policy, requests placed)."""
+        self._gate.open = True
+        if round_ == "burst":
+            return self._timed()
+        steps: list[RunStep] = []
+        while started := [it for it in self._turn(_CHANGED) if isinstance(it, RunStep)]:
+            steps += started
+        if round_ == "idle":
+            return self._timed()
+        step = next(it for it in steps if not it.urgent)
+        done = [ev.StepDone(step=step.step, instance=it, took_ns=1) for it in step.group]
+        return self._timed(*done)
+
+    def _timed(self, *events: ev.AnyEvent) -> tuple[float, float, int]:
+        gc.collect()
+        gc.freeze()
+        begin = time.thread_time_ns()
+        commands = self._turn(_CHANGED, *events)
+        took_ns = time.thread_time_ns() - begin
+        placed = sum(isinstance(it, Reserve) for it in commands)
+        return took_ns / 1e3, self._gate.took_ns / 1e3, placed
+
+    def _turn(self, *events: ev.AnyEvent) -> list[AnyCommand]:
+        self._now_ns += 1_000_000
+        return self._scheduler.handle(events, self._now_ns).commands
+
+
+_CHANGED = ev.Calibrated(digest=TABLE.digest)
+"""An event that costs nothing and after which the policy is asked."""
+
+
+def _gang(gang: int, instances: int, *, prefill: bool) -> ev.GangUp:
+    return ev.GangUp(
+        gang=gang,
+        generation=1,
+        may_prefill=prefill,
+        may_decode=not prefill,
+        tp=1,
+        instances=tuple(
+            ev.InstanceUp(location=f"{i // 32}-{gang}{i // 8}-{i % 8}", kv_slots=SLOTS)
+            for i in range(instances)
+        ),
+        max_positions=1 << 20,
+    )
+
+
+def _requests(count: int, seed: int) -> list[ev.AnyEvent]:
+    """A third short, the others with lengths whose logarithms are spread evenly."""
+    draw = random.Random(seed)
+    return [
+        ev.Submitted(
+            request=number,
+            prompt_tokens=draw.randint(50, 1000)
+            if draw.random() < 1 / 3
+            else round(1024 * 2 ** (6 * draw.random())),
+            output_tokens=draw.randint(16, 1024),
+        )
+        for number in range(1, count + 1)
+    ]
+
+
+if __name__ == "__main__":
+    main()
