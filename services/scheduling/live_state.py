@@ -18,6 +18,7 @@ from csps.services.scheduling.commands import Share
 from csps.services.scheduling.events import GangUp, InstanceUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 from csps.services.scheduling.ids import instance_id as numbered_instance
+from csps.services.scheduling.timers import Timer
 
 Line = Literal["urgent", "long"]
 """Where a request waits. An urgent one may be computed inside a step that is not."""
@@ -154,6 +155,8 @@ class Sequence(Live, kw_only=True, eq=False):
     unfreed: dict[InstanceId, None]
     """Decode instances that hold slots, or may."""
     first_token_ns: int | None = None
+    landing_timer: Timer | None = None
+    """Ends the sequence if its KV takes too long."""
     joined_ns: int | None = None
     over: bool = False
     """Works for its request no more."""

@@ -110,10 +110,9 @@ class Retries:
         return self._deadlines.landing_ns + self._deadlines.landing_token_ns * tokens
 
     def landing_is_late(self, sequence: Sequence) -> None:
-        """Its time has come; mostly it has landed long ago."""
-        if not sequence.over and sequence.unlanded:
-            seconds = self.landing_deadline_ns(sequence) / SECOND_NS
-            self.broken(sequence, DeadlineExceeded("KV landing", seconds))
+        """Its time has come."""
+        seconds = self.landing_deadline_ns(sequence) / SECOND_NS
+        self.broken(sequence, DeadlineExceeded("KV landing", seconds))
 
     def gang_lost(self, gang: Gang, reason: str) -> None:
         """Everything that needs the gang starts over elsewhere; the rest goes on."""

@@ -84,7 +84,7 @@ class Scheduler:
         self._turn, self._timers = Turn(), Timers()
         self._gangs = Gangs(self._turn)
         self._steps = Steps(self._turn)
-        self._sequences = Sequences(self._turn, self._gangs)
+        self._sequences = Sequences(self._turn, self._timers, self._gangs)
         self._requests = Requests(
             turn=self._turn,
             timers=self._timers,
@@ -207,7 +207,8 @@ class Scheduler:
         self._sequences.first_token(sequence)
         if sequence.unlanded:
             late_ns = self._turn.now_ns + self._retries.landing_deadline_ns(sequence)
-            self._timers.at(late_ns, partial(self._retries.landing_is_late, sequence))
+            late = partial(self._retries.landing_is_late, sequence)
+            sequence.landing_timer = self._timers.at(late_ns, late)
 
     def _landed(self, event: ev.Landed) -> None:
         self._hear(event.instance)

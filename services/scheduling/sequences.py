@@ -7,14 +7,15 @@ from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
 from csps.services.scheduling.ledger import Ledger
 from csps.services.scheduling.live_state import Gang, Instance, Pair, Request, Sequence
+from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn
 
 
 class Sequences:
     """All that still hold slots, or may."""
 
-    def __init__(self, turn: Turn, gangs: Gangs) -> None:
-        self._turn, self._gangs = turn, gangs
+    def __init__(self, turn: Turn, timers: Timers, gangs: Gangs) -> None:
+        self._turn, self._timers, self._gangs = turn, timers, gangs
         self._joining: dict[GangId, list[Sequence]] = {}
         self.ledger = Ledger()
         self.by_id: dict[SequenceId, Sequence] = {}
@@ -68,6 +69,7 @@ class Sequences:
 
     def _join(self, sequence: Sequence) -> None:
         if sequence.landed:
+            self._timers.call_off(sequence.landing_timer)
             self._joining.setdefault(sequence.decode.id, []).append(sequence)
 
     def join(self) -> None:
@@ -97,6 +99,7 @@ class Sequences:
 
     def _end(self, sequence: Sequence, gangs: list[Gang]) -> None:
         sequence.over = True
+        self._timers.call_off(sequence.landing_timer)
         self.closed_now[sequence.id] = sequence
         if sequence.unfreed:
             sequence.decode.owing.setdefault(sequence.id, self._turn.now_ns)

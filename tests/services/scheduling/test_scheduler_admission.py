@@ -1,0 +1,268 @@
+"""Who may join the line; and whoever may is placed when nothing else is in the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scheduler_cell import gang_up
+from scheduler_desk import LINK, SECOND, Desk, only, sent
+
+from csps.protocols.errors import ContextLengthExceeded, QueueFull, from_wire
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+
+PATIENT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def raised(error: ev.WireError | None) -> Exception:
+    assert error is not None
+    return from_wire({"code": error.code, "message": error.message, "data": error.data})
+
+
+def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
+    desk = Desk(limits=QueueLimits(max_waiting=2))
+    first, second, third = (desk.submit() for _ in range(3))
+    assert desk.turn(first, second) == []
+    (refuse,) = desk.turn(third)
+    assert isinstance(refuse, cmd.Refuse)
+    error = raised(refuse.error)
+    assert isinstance(error, QueueFull)
+    assert str(error) == "2 requests are waiting"
+    assert 1 <= error.retry_after_s <= 60
+    for refusal in (desk.scheduler.refusal(500, 10, "exact"), desk.scheduler.refusal_unread()):
+        assert refusal == refuse.error
+    desk.turn(ev.Cancelled(request=first.request))
+    assert desk.scheduler.refusal_unread() is None
+
+
+def test_the_time_to_come_back_follows_the_recent_pace() -> None:
+    """Half of the line, at the pace of the last starts."""
+    desk = Desk(limits=QueueLimits(max_waiting=4))
+    desk.turn(desk.prefill(), desk.decode(2, 520), LINK)
+    plan = desk.start()
+    desk.turn(*[desk.submit() for _ in range(4)])
+    for _ in range(3):
+        desk.turn(*plan.joined(), plan.finished())
+        plan = sent(desk.turn(*plan.freed(), after_ns=6 * SECOND))
+        desk.turn(desk.submit())
+    desk.turn(after_ns=6 * SECOND)
+    error = raised(desk.scheduler.refusal_unread())
+    assert isinstance(error, QueueFull)
+    assert error.retry_after_s == pytest.approx(12, abs=0.1)
+
+
+def test_a_long_line_of_tokens_is_full_as_well() -> None:
+    desk = Desk(limits=QueueLimits(max_waiting_tokens=1000))
+    desk.turn(desk.submit(5000, 10))  # an empty line takes everyone
+    (refuse,) = desk.turn(desk.submit(10, 1))
+    assert isinstance(refuse, cmd.Refuse)
+    assert refuse.error.message == "5010 tokens are waiting"
+
+
+def test_a_server_that_shuts_down_refuses_and_lets_the_others_finish() -> None:
+    desk = Desk().ready()
+    plan = desk.start()
+    desk.turn(ev.Drain())
+    (refuse,) = desk.turn(desk.submit())
+    assert isinstance(refuse, cmd.Refuse)
+    assert refuse.error.message == "the server is shutting down"
+    assert desk.scheduler.refusal_unread() == refuse.error
+    assert desk.turn(*plan.joined()) == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
+
+
+def capacity_desk() -> Desk:
+    desk = Desk()
+    desk.turn(
+        desk.prefill(1, 100, 100), gang_up(2, [150, 60], decode=True, max_positions=205), LINK
+    )
+    return desk
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(1, 150), (200, 5), (55, 150), (100, 105)])
+def test_what_an_idle_cluster_can_hold_fits(prompt: int, output: int) -> None:
+    desk = capacity_desk()
+    assert desk.scheduler.refusal(prompt, output, "exact") is None
+    assert desk.scheduler.fit.longest_answer(prompt) >= output
+    assert sent(desk.turn(desk.submit(prompt, output)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "limit"),
+    [(1, 151, 151), (201, 1, 200), (200, 6, 205), (56, 150, 205), (300, 1, 200), (205, 1, 200)],
+)
+def test_what_it_cannot_hold_is_refused_with_both_numbers(
+    prompt: int, output: int, limit: int
+) -> None:
+    desk = capacity_desk()
+    (refuse,) = desk.turn(desk.submit(prompt, output))
+    assert isinstance(refuse, cmd.Refuse)
+    error = raised(refuse.error)
+    assert isinstance(error, ContextLengthExceeded)
+    assert error.limit == limit
+    assert f"{prompt + output} tokens" in str(error)
+
+
+def test_what_http_needs_to_know_of_the_room() -> None:
+    fit = capacity_desk().scheduler.fit
+    assert (fit.context_limit, fit.promised) == (205, 200)
+    assert [fit.longest_answer(it) for it in (1, 55, 56, 100, 200)] == [150, 150, 149, 105, 5]
+    assert fit.longest_answer(201) <= 0
+
+
+def test_requests_may_come_before_the_gangs() -> None:
+    desk = Desk()
+    assert not desk.scheduler.ready
+    assert not desk.scheduler.fit.known
+    request = desk.submit()
+    assert desk.turn(request) == []
+    assert sent(desk.turn(desk.prefill(), desk.decode(), LINK)).request == request.request
+    assert desk.scheduler.ready
+
+
+def test_whoever_waits_and_is_too_large_for_the_gangs_that_come_fails() -> None:
+    desk = Desk()
+    large, small = desk.submit(5000, 10), desk.submit(100, 10)
+    desk.turn(large, small)
+    commands = desk.turn(desk.prefill(1, 1000), desk.decode(), LINK)
+    (fail,) = only(commands, cmd.Fail)
+    assert fail.request == large.request
+    error = raised(fail.error)
+    assert isinstance(error, ContextLengthExceeded)
+    assert (error.prompt_tokens, error.output_tokens, error.limit) == (5000, 10, 1000)
+    assert [it.request for it in only(commands, cmd.Reserve)] == [small.request]
+
+
+def test_gangs_that_are_replaced_by_smaller_ones_while_a_request_pauses() -> None:
+    desk = Desk(deadlines=DeadlineSettings(retry_pause_ns=SECOND)).ready()
+    plan = desk.start(3000)
+    desk.turn(plan.failed())
+    desk.turn(ev.GangDown(gang=1, reason="died"))
+    desk.turn(desk.prefill(3, 1000), ev.LinkUp(prefill=3, decode=2))
+    (fail,) = desk.wait(until_ns=desk.now_ns + 2 * SECOND)
+    assert isinstance(fail, cmd.Fail)
+    assert fail.error.code == "ContextLengthExceeded"
+
+
+def test_a_short_prompt_that_fits_no_single_instance_is_spread_and_blocks_nobody() -> None:
+    desk = Desk(make_policy("csps", {"spt_tokens": 50, "short_tokens": 100, "spread_tokens": 500}))
+    desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK)
+    plan = sent(desk.turn(desk.submit(90)))
+    assert len(plan.step.group) == 2
+    assert not plan.step.urgent
+
+
+def test_whether_a_waiting_prompt_is_urgent_is_decided_again_when_gangs_come() -> None:
+    desk = Desk()
+    desk.turn(desk.submit(90))
+    plan = sent(desk.turn(desk.prefill(1, 60, 60), desk.decode(), LINK))
+    assert not plan.step.urgent
+
+
+# --- whatever is admitted is placed ----------------------------------------------------------
+
+
+SLOTS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
+PLACES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 7)).map(
+        lambda it: "-".join(map(str, it))
+    ),
+    min_size=6,
+    max_size=6,
+    unique=True,
+)
+DECODE_OPTIONS = {"spread_tokens": st.integers(1, 50), "max_batch": st.integers(1, 4)}
+CSPS = st.fixed_dictionaries(
+    {
+        "spt_tokens": st.integers(1, 80),
+        "short_tokens": st.integers(0, 80),
+        "urgent_batch_tokens": st.integers(1, 80),
+        "jobs_per_instance": st.integers(1, 3),
+        "overtaking_s": st.sampled_from([0.0, 0.001, 10.0]),
+        "look_ahead": st.integers(1, 3),
+        "most_starts": st.integers(1, 3),
+        **DECODE_OPTIONS,
+    }
+).map(lambda options: make_policy("csps", options))
+FIXED = st.fixed_dictionaries(
+    {"sp": st.integers(1, 8), "steps_per_group": st.integers(1, 2), **DECODE_OPTIONS}
+).map(lambda options: make_policy("fixed_sp", options))
+
+
+@given(
+    st.one_of(CSPS, FIXED),
+    SLOTS,
+    SLOTS,
+    PLACES,
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=8),
+)
+@PATIENT
+def test_whatever_is_admitted_is_placed_in_an_idle_cluster(
+    policy: object, prefill: list[int], decode: list[int], places: list[str],
+    requests: list[tuple[int, int]],
+) -> None:  # fmt: skip
+    """One after the other, each alone: it is refused, or it starts at once."""
+    desk = Desk(policy)  # type: ignore[arg-type]
+    up = gang_up(1, prefill, prefill=True, places=places[: len(prefill)])
+    desk.turn(up, gang_up(2, decode, decode=True, max_positions=300), LINK)
+    for prompt, output in requests:
+        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        commands = desk.turn(desk.submit(prompt, output))
+        if refusal is not None:
+            assert [it.error for it in only(commands, cmd.Refuse)] == [refusal]
+            continue
+        plan = sent(commands)
+        desk.turn(*plan.joined(), plan.finished(output), *plan.freed())
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+@given(
+    st.one_of(CSPS, FIXED),
+    SLOTS,
+    SLOTS,
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+@PATIENT
+def test_whatever_is_admitted_is_served_at_last(
+    policy: object, prefill: list[int], decode: list[int],
+    requests: list[tuple[int, int]], random: object,
+) -> None:  # fmt: skip
+    """All at once, before there are gangs, and played to the end in any order."""
+    desk = Desk(policy)  # type: ignore[arg-type]
+    desk.turn(*[desk.submit(*it) for it in requests])
+    commands = desk.turn(gang_up(1, prefill, prefill=True), gang_up(2, decode, decode=True), LINK)
+    served = len(only(commands, cmd.Fail))
+    running: list[tuple[cmd.Reserve, list[ev.AnyEvent]]] = []
+    while True:
+        steps = only(commands, cmd.RunStep)
+        for reserve in only(commands, cmd.Reserve):
+            (step,) = (s for s in steps if any(p.sequence == reserve.sequence for p in s.pieces))
+            running.append((reserve, _life(reserve, step)))
+        if not running:
+            if desk.wake_at_ns != desk.now_ns:
+                break
+            commands = desk.turn(ev.Wake())
+            continue
+        reserve, events = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
+        commands = desk.turn(*events)
+        served += 1
+    assert served == len(requests)
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
+    """All that happens to a sequence, at once; the step's other members draw their tokens, too."""
+    firsts = [ev.FirstToken(sequence=it.sequence) for it in step.pieces]
+    done = [ev.StepDone(step=step.step, instance=it, took_ns=1000) for it in step.group]
+    sequence = reserve.sequence
+    landed = [
+        ev.Landed(sequence=sequence, instance=it.instance, tokens=it.stop - it.start)
+        for it in reserve.shares
+    ]
+    holders = sorted({it.instance for it in reserve.shares} | {reserve.master})
+    finished = ev.Finished(sequence=sequence, drawn=reserve.output_tokens)
+    freed = [ev.Freed(sequence=sequence, instance=it) for it in holders]
+    return [*firsts, *done, *landed, finished, *freed]
