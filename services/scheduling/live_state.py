@@ -89,7 +89,7 @@ class Gang(Live, kw_only=True, eq=False):
         return "prefill" if self.may_prefill else "decode"
 
 
-class Pair(Live, frozen=True, kw_only=True, eq=False):
+class Pair(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A gang that prefills and one that decodes, with a connection for KV between them."""
 
     prefill: Gang

@@ -1,7 +1,7 @@
 """The log of a scheduler: every batch of events, and what is needed to replay them.
 
-A file of MessagePack records, the first of which is a header. It holds sizes and times but no token
-and no text. The same log gives the same commands, byte for byte, under the same Python and with the
+A file of MessagePack records, each behind its length in four bytes, the first of which is a header.
+It holds sizes and times but no token and no text. The same log gives the same commands, byte for byte, under the same Python and with the
 cost tables that the digests name, which are kept beside it (`CostTable.digest`, `Calibrated`).
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgpack
 import msgspec
 
 from csps.protocols.errors import ConfigError
@@ -20,6 +19,7 @@ from csps.services.scheduling.commands import AnyCommand
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.scheduler import Scheduler
 
+PREFIX_BYTES = 4
 SCHEMA_VERSION = 1
 """Of events and of this file."""
 
@@ -55,13 +55,21 @@ class LogWriter:
 
     def __init__(self, file: BinaryIO, header: Header) -> None:
         self._file, self._encoder = file, msgspec.msgpack.Encoder()
-        self._buffer = bytearray(self._encoder.encode(header))
+        self._buffer = bytearray()
+        self._add(header)
 
     def append(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
         """Note a batch that is handed to the scheduler."""
-        self._encoder.encode_into((now_ns, events), self._buffer, -1)
+        self._add((now_ns, events))
         if len(self._buffer) >= self.BUFFERED:
             self.flush()
+
+    def _add(self, record: object) -> None:
+        begin = len(self._buffer)
+        self._buffer += bytes(PREFIX_BYTES)
+        self._encoder.encode_into(record, self._buffer, -1)
+        size = len(self._buffer) - begin - PREFIX_BYTES
+        self._buffer[begin : begin + PREFIX_BYTES] = size.to_bytes(PREFIX_BYTES, "big")
 
     def flush(self) -> None:
         """Hand everything to the file."""
@@ -112,16 +120,10 @@ def _turns(scheduler: Scheduler, batches: Iterable[Batch]) -> Iterator[bytes]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The file cut where its records end."""
+    """The records without their lengths."""
     with path.open("rb") as file:
-        data = file.read()
-    unpacker = msgpack.Unpacker(max_buffer_size=len(data) or 1)
-    unpacker.feed(data)
-    start = 0
-    while start < len(data):
-        try:
-            unpacker.skip()
-        except msgpack.OutOfData:
-            return
-        yield data[start : unpacker.tell()]
-        start = unpacker.tell()
+        while len(prefix := file.read(PREFIX_BYTES)) == PREFIX_BYTES:
+            size = int.from_bytes(prefix, "big")
+            if len(record := file.read(size)) < size:
+                return
+            yield record

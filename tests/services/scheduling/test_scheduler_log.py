@@ -158,7 +158,7 @@ def test_a_writer_does_not_write_every_turn() -> None:
     assert file.getvalue()
 
 
-@pytest.mark.parametrize("data", [b"", b"no log", b"\x80", b"\xff" * 9])
+@pytest.mark.parametrize("data", [b"", b"no", b"no log", b"\0\0\0\1\x80", b"\xff" * 9])
 def test_what_is_no_log_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     path.write_bytes(data)
