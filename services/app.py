@@ -51,9 +51,7 @@ def build(settings: Settings) -> Application:
     return router.bind(settings, secret, registry, configurator, gangs=(prefill, decode))
 
 
-def _shell(
-    cls: type, name: str, settings: Settings, *, ingress: bool = False
-) -> serve.Deployment:
+def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -> serve.Deployment:
     make = serve.deployment(
         name=name,
         num_replicas=1,

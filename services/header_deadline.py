@@ -25,9 +25,7 @@ VARIABLE = "CSPS_HEADER_DEADLINE_S"
 HOOK = "csps.services.header_deadline:install"
 """For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
 
-_REQUEST_TIMEOUT = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-)
+_REQUEST_TIMEOUT = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def header_deadline_s() -> float:

@@ -1,7 +1,8 @@
 """Latencies for servers that have not been profiled.
 
-Measured with the included model on two cores, two prefill and two decode ranks
-(`benchmarks/results/profile-2026-11-22.md`): the right shape for any small server, another size.
+Measured with the included model, two prefill and two decode ranks on two cores that other work
+shared, and within a fifth or so of what was measured (`benchmarks/results/profile-2026-11-22.md`):
+a rough shape to begin with.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from csps.services.scheduling.latency import (
 )
 
 _STEPS = {
-    1: (6.199e-3, 2.013e-5, 2.994e-8, 9.933e-9),
-    2: (1.574e-2, 1.783e-5, 2.142e-8, 9.796e-9),
+    1: (6.385e-3, 1.56e-5, 2.311e-8, 9.888e-9),
+    2: (1.746e-2, 8.158e-6, 1.624e-8, 7.974e-9),
 }
 """(a, b, c, d) in seconds by instances."""
 
-_DECODE = {1: (2.083e-3, 6.168e-7, 4.982e-4), 2: (8.244e-3, 1.31e-6, 5.532e-4)}
+_DECODE = {1: (1.54e-3, 4.278e-7, 4.116e-4), 2: (7.817e-3, 7.427e-7, 4.951e-4)}
 """(a, b, c) in seconds by instances; no second regime up to 64 requests."""
 
 _INSIDE = (3.4e-5, 2.576e-10)
