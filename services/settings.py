@@ -161,7 +161,7 @@ class Settings(Section):
     """How long a stopping server lets running requests finish."""
     scaling_information_base: str = "run/scaling-information-base.sqlite"
     """What `csps profile` has measured on this machine with this model (`docs/profiling.md`).
-    Without the file, steps are predicted with the coefficients that come with csps."""
+    Where it is missing, the coefficients that come with csps stand in."""
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
     queue: QueueSettings = QueueSettings()
