@@ -151,8 +151,13 @@ class ScalingInformationBase:
             return base._checked(lambda: base._prepare(identity))
 
     @classmethod
-    def read(cls, path: Path, identity: Identity) -> Self | None:
+    def read(cls, path: Path, identity: Identity | None) -> Self | None:
         """Open for reading; None where there is no file.
+
+        Args:
+            path: of the file.
+            identity: of this process, which must be the file's; None for who only wants to know
+                what was measured elsewhere, such as the simulator.
 
         Raises:
             ConfigError, DeadlineExceeded: as `create`.
@@ -249,7 +254,7 @@ class ScalingInformationBase:
         )
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _check(self, identity: Identity) -> None:
+    def _check(self, identity: Identity | None) -> None:
         version = self._version()
         if version != SCHEMA_VERSION:
             raise ConfigError(
@@ -257,7 +262,7 @@ class ScalingInformationBase:
                 f"(found {version}); profile into another file"
             )
         found = dict(self._database.execute("SELECT name, value FROM identity"))
-        expected = asdict(identity)
+        expected = {} if identity is None else asdict(identity)
         for name, value in expected.items():
             if found.get(name) != value:
                 raise ConfigError(

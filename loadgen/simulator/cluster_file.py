@@ -6,12 +6,14 @@ Every model is frozen, and an unknown key is an error that names the nearest rig
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from csps.configurator.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.services.scheduling.latency import (
@@ -20,11 +22,14 @@ from csps.services.scheduling.latency import (
     GroupShape,
     LatencyTable,
     StepCost,
+    parse_table,
 )
 from csps.services.scheduling.latency_published import PUBLISHED
 
 CLUSTERS = Path(__file__).parent / "clusters"
 BITS_PER_BYTE = 8
+LATENCY_FIT = "latency"
+"""Name of the fits that `csps profile` writes."""
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 Permission = Literal["prefill", "decode"]
@@ -98,7 +103,7 @@ class Latency(Section):
     published: str | None = None
     """A table of a paper's steps, by name."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
-    """By number of decode instances."""
+    """By number of decode instances; in place of what `sib` has measured."""
     sib: str | None = None
     """A scaling information base that `csps profile` has filled."""
 
@@ -231,19 +236,31 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
     if len(given) != 1:
         raise ConfigError(f"latency: one of steps, published and sib, not {given or 'none'}")
     if latency.sib is not None:
-        raise ConfigError("latency: sib is not read yet; print its fits and put them under steps")
-    table = LatencyTable(
-        name=name,
-        exact="exact",
-        steps=_steps(latency, prefill.tp),
-        decode=tuple(
+        table = _measured(Path(latency.sib))
+    else:
+        steps = _steps(latency, prefill.tp)
+        table = LatencyTable(name=name, exact="exact", steps=steps)
+    if latency.decode is not None:
+        decode_costs = tuple(
             (GroupShape(strategy="decode", sp=sp, tp=decode.tp), _decode(it))
-            for sp, it in (latency.decode or {}).items()
-        ),
-    )
+            for sp, it in latency.decode.items()
+        )
+        table = replace(table, decode=decode_costs)
     table.step(len(prefill.instances), prefill.tp)
     table.iteration(len(decode.instances), decode.tp)
     return table
+
+
+def _measured(path: Path) -> LatencyTable:
+    """What `csps profile` has fitted, on whichever machine it was."""
+    base = ScalingInformationBase.read(path, None)
+    if base is None:
+        raise ConfigError(f"latency: there is no {path}")
+    with base:
+        fit = base.latest_fit(LATENCY_FIT)
+    if fit is None:
+        raise ConfigError(f"latency: {path} has no fitted latencies; run `csps profile steps`")
+    return parse_table(fit.canonical)
 
 
 def _steps(latency: Latency, tp: int) -> tuple[tuple[GroupShape, StepCost], ...]:

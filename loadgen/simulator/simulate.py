@@ -129,11 +129,17 @@ def scheduler_of(cluster: ClusterModel, policy: str, options: dict[str, Any]) ->
     Raises:
         ConfigError: there is no such policy or option.
     """
-    return Scheduler(
-        make_policy(policy, options),
-        Costs(CostTable(latencies=cluster.table)),
-        limits=QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED),
-    )
+    return scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options)
+
+
+def scheduler_with(costs: Costs, policy: str, options: dict[str, Any]) -> Scheduler:
+    """A scheduler that compares by `costs` and refuses nobody for the length of the line.
+
+    Raises:
+        ConfigError: there is no such policy or option.
+    """
+    limits = QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED)
+    return Scheduler(make_policy(policy, options), costs, limits=limits)
 
 
 def simulate(

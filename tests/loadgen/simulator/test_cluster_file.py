@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from csps.configurator.scaling_information_base import (
+    FitRow,
+    Identity,
+    ScalingInformationBase,
+)
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
 from csps.protocols.errors import ConfigError
-from csps.services.scheduling.latency_published import TETRIS_TABLE_1
+from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800, TETRIS_TABLE_1
 
 SMALL: dict[str, Any] = {
     "servers": [
@@ -51,6 +56,26 @@ def test_what_is_wrong_is_said(change: dict[str, Any], message: str) -> None:
         parse_cluster({**SMALL, **change}, name="small")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_latencies_come_from_a_profile_of_another_machine(tmp_path: Path) -> None:
+    path = tmp_path / "sib.sqlite"
+    identity = Identity(
+        weights="w", dtype="d", device="elsewhere", cores=1, torch="0", ranks_per_core=1.0
+    )
+    table = LOONGSERVE_LWM_7B_A800
+    with ScalingInformationBase.create(path, identity) as base:
+        fit = FitRow(name="latency", digest=table.digest, canonical=table.canonical, date="now")
+        base.add(fit)
+    data = {**SMALL, "latency": {"sib": str(path), "decode": {1: [0.01, 0, 0]}}}
+    with pytest.raises(ConfigError, match="with tp=1"):
+        parse_cluster(data, name="small")
+    servers = [{**SMALL["servers"][0], "tp": 2}, SMALL["servers"][1]]
+    model = parse_cluster({**data, "servers": servers}, name="small")
+    assert model.table.step(1, 2) == table.step(1, 2)
+    missing = {**data, "latency": {"sib": str(tmp_path / "none")}}
+    with pytest.raises(ConfigError, match="there is no"):
+        parse_cluster(missing, name="small")
 
 
 def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
