@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -19,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "configurator": {"protocols"},
     "services": {"protocols", "kernels", "models", "actors", "configurator"},
     "loadgen": {"protocols", "services.scheduling", "configurator", "models.needle_prompts"},
+    "tools": {"protocols", "kernels", "models", "actors", "configurator", "services", "loadgen"},
 }
 """Other rooms that a room may import."""
 
@@ -31,11 +34,9 @@ LIBRARIES: dict[str, set[str] | None] = {
     "configurator": {"numpy", "lightgbm"},
     "services": None,
     "loadgen": None,
+    "tools": None,
 }
 """Libraries that a room may import besides the standard one; None is any."""
-
-TOOLS = {"models/train_needle": {"matplotlib", "transformers"}}
-"""Folders of programs that lie beside what they make, and are no part of the server."""
 
 NEVER: dict[str, set[str]] = {"loadgen": {"ray", "torch"}}
 
@@ -47,7 +48,6 @@ def test_a_room_imports_only_what_the_map_allows(room: str) -> None:
         for path in sorted((ROOT / room).rglob("*.py"))
         for line, name in imports(path)
         if not allowed(room, name)
-        and name.partition(".")[0] not in TOOLS.get(str(path.parent.relative_to(ROOT)), ())
     ]
     assert not wrong
 
@@ -58,6 +58,15 @@ def test_a_room_is_a_plain_folder(room: str) -> None:
     assert (ROOT / room).is_dir()
     assert not list((ROOT / room).rglob("__init__.py"))
     assert (ROOT / "src" / "csps" / room).resolve() == ROOT / room
+
+
+def test_tools_do_not_ship() -> None:
+    """They make what ships, with libraries that a server does not need."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    find = settings["packages"]["find"]
+    shipped = find_namespace_packages(str(ROOT / "src"), find["exclude"])
+    assert "csps.models.needle_prompts" in shipped
+    assert not [name for name in shipped if name.startswith("csps.tools")]
 
 
 def test_tests_have_names_of_their_own() -> None:

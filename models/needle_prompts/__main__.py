@@ -9,8 +9,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
-from csps.models.needle_prompts.questions import KINDS
+from csps.models.needle_prompts.questions import KINDS, ORDERS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             kind=arguments.kind,
             needles=arguments.needles,
             depth=arguments.depth,
+            filler=arguments.filler,
+            order=arguments.question,
             seed=arguments.seed,
         )
     )
@@ -43,6 +46,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--depth", type=float, help="of the fact asked for, 0 to 1; default: random"
     )
+    parser.add_argument(
+        "--filler",
+        metavar="KIND|FILE",
+        default="sentences",
+        help=f"{', '.join(FILLER_KINDS)}, or a text file; real text is measured in words",
+    )
+    parser.add_argument("--question", choices=ORDERS, default="last", help="where it stands")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="as JSON, with the positions")
     return parser.parse_args(argv)

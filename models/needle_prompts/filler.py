@@ -1,10 +1,34 @@
-"""English-like sentences that say nothing: the text in which needles are hidden."""
+"""Text in which needles are hidden: generated sentences, or any text cut into sentences.
+
+A filler is an endless stream of sentences. A sentence is a list of words that join to its text, and
+begins with the space that parts it from the one before.
+"""
 
 from __future__ import annotations
 
 import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count as count_up
+from itertools import pairwise
+from typing import Final
 
-from csps.models.needle_prompts.words import ADJECTIVES, NOUNS, WORD_CLASSES, Count
+from csps.models.needle_prompts.words import (
+    ADJECTIVES,
+    KEYS,
+    NOUNS,
+    SENTENCE_STARTS,
+    VALUES,
+    WORD_CLASSES,
+    Count,
+    split_words,
+    vocabulary,
+)
+
+Sentence = list[str]
+Filler = Callable[[random.Random], Iterator[Sentence]]
+"""Draws a stream of sentences."""
 
 _TEMPLATES = (
     "The A N V the N .",
@@ -25,9 +49,17 @@ _TEMPLATES = (
 SHORTEST_SENTENCE = 4
 """Words."""
 _PARAGRAPH_PROBABILITY = 1 / 8
+_NAMES_SHARE = 0.4
+"""Of the nouns, in `names`."""
+_LONGEST_PIECE = 120
+"""Characters between two places in a real text where a needle may be put."""
+
+_NOUNS = frozenset(f" {noun}" for noun in NOUNS)
+_NAMES = [f" {word}" for word in (*KEYS, *VALUES)]
+_SHUFFLED: Final = [word for word in vocabulary() if word.startswith(" ")] + list(".,:?")
 
 
-def filler_sentence(rng: random.Random, *, paragraphs: bool = True) -> list[str]:
+def filler_sentence(rng: random.Random, *, paragraphs: bool = True) -> Sentence:
     """One random sentence; now and then it starts a new paragraph if it may."""
     words: list[str] = []
     for item in rng.choice(_TEMPLATES).split():
@@ -38,24 +70,99 @@ def filler_sentence(rng: random.Random, *, paragraphs: bool = True) -> list[str]
     return words
 
 
-def _padding_sentence(rng: random.Random, length: int) -> list[str]:
+def sentences(rng: random.Random) -> Iterator[Sentence]:
+    """English-like sentences that say nothing."""
+    for number in count_up():
+        yield filler_sentence(rng, paragraphs=number > 0)
+
+
+def names(rng: random.Random) -> Iterator[Sentence]:
+    """The same, but about keys and values: *Lisbon* and *falcon* occur in them everywhere."""
+    for sentence in sentences(rng):
+        yield [
+            rng.choice(_NAMES) if word in _NOUNS and rng.random() < _NAMES_SHARE else word
+            for word in sentence
+        ]
+
+
+def shuffled(rng: random.Random) -> Iterator[Sentence]:
+    """Random words of the vocabulary, those of needles and questions included."""
+    yield [f" {rng.choice(SENTENCE_STARTS)}", *rng.choices(_SHUFFLED, k=10), "."]
+    while True:
+        yield [*rng.choices(_SHUFFLED, k=rng.randint(SHORTEST_SENTENCE, 20)), "."]
+
+
+def real_text(text: str) -> Filler:
+    """A text from a random place on, and from its beginning when it is over.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    pieces = [split_words(piece) for piece in _pieces(text)]
+    if not pieces:
+        raise ValueError("the filler's text is empty")
+
+    def stream(rng: random.Random) -> Iterator[Sentence]:
+        start = rng.randrange(len(pieces))
+        for number in count_up(start):
+            yield pieces[number % len(pieces)]
+
+    return stream
+
+
+def _pieces(text: str) -> list[str]:
+    """Sentences and paragraphs with the white space before them; long ones in several."""
+    # A piece without space before it, like the text's first, would stick to the needle before it.
+    spaced = text if text[:1].isspace() else f"\n{text}"
+    found = re.split(r"(?<=[.!?:;])(?=\s)|(?=\n\s*\n)", spaced.rstrip())
+    return [part for piece in found if piece.strip() for part in _shortened(piece)]
+
+
+def _shortened(piece: str) -> list[str]:
+    """Cut before white space, each part at most `_LONGEST_PIECE` long where that can be."""
+    cuts = [0]
+    for space in re.finditer(r"(?<=\S)\s", piece):
+        if space.start() - cuts[-1] >= _LONGEST_PIECE:
+            cuts.append(space.start())
+    return [piece[start:end] for start, end in pairwise([*cuts, len(piece)])]
+
+
+def _padding_sentence(rng: random.Random, length: int) -> Sentence:
     """A sentence of exactly ``length`` words: ``The small old … pilot returned .``"""
     adjectives = [f" {rng.choice(ADJECTIVES)}" for _ in range(length - SHORTEST_SENTENCE)]
     verb = rng.choice(("answered", "moved", "remembered", "returned", "studied", "understood"))
     return [" The", *adjectives, f" {rng.choice(NOUNS)}", f" {verb}", "."]
 
 
-def filler_sentences(rng: random.Random, tokens: int, count: Count | None) -> list[list[str]]:
+def filler_sentences(
+    rng: random.Random, tokens: int, count: Count | None, filler: Filler = sentences
+) -> list[Sentence]:
     """Sentences with ``tokens`` tokens in total: exactly so when words are tokens."""
-    sentences: list[list[str]] = []
+    chosen: list[Sentence] = []
     left = tokens
+    stream = filler(rng)
     while left >= SHORTEST_SENTENCE:
-        sentence = filler_sentence(rng, paragraphs=bool(sentences))
-        size = len(sentence) if count is None else count("".join(sentence))
+        sentence = next(stream)
+        size = _size(sentence, count)
         if left - size < SHORTEST_SENTENCE and left != size:
             if count is None:
-                sentences.append(_padding_sentence(rng, left))
+                chosen.append(_padding_sentence(rng, left))
+            else:
+                chosen.append(_beginning(sentence, left, count))
             break
-        sentences.append(sentence)
+        chosen.append(sentence)
         left -= size
-    return sentences
+    return chosen
+
+
+def _beginning(sentence: Sentence, tokens: int, count: Count) -> Sentence:
+    """As many of its words as fit into so many tokens."""
+    return sentence[
+        : bisect_right(
+            range(1, len(sentence) + 1), tokens, key=lambda words: _size(sentence[:words], count)
+        )
+    ]
+
+
+def _size(sentence: Sequence[str], count: Count | None) -> int:
+    return len(sentence) if count is None else count("".join(sentence))

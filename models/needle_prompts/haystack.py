@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from csps.models.needle_prompts.filler import SHORTEST_SENTENCE, filler_sentences
+from csps.models.needle_prompts.filler import (
+    SHORTEST_SENTENCE,
+    Filler,
+    filler_sentences,
+    sentences,
+)
 from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words
 
 
@@ -40,8 +45,8 @@ class Needle:
     chars: tuple[int, int]
     """The sentence is ``text[start:end]``, the space before it included."""
     words: tuple[int, int]
-    """The sentence is ``words[start:end]``: token positions in the default model's tokenizer,
-    not counting a beginning-of-text token."""
+    """The sentence is ``words[start:end]``. In generated text these are token positions in the
+    default model's tokenizer, not counting a beginning-of-text token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +80,15 @@ def draw_facts(
 
 
 def build_haystack(
-    rng: random.Random, tokens: int, facts: Sequence[Fact], count: Count | None = None
+    rng: random.Random,
+    tokens: int,
+    facts: Sequence[Fact],
+    count: Count | None = None,
+    filler: Filler = sentences,
 ) -> Haystack:
     """Hide facts in filler, ``tokens`` tokens in all.
 
-    With a count function, in as many as its counts of the sentences add up to, and at most one
-    sentence fewer.
+    With a count function, in as many as its counts of the sentences add up to, or a few fewer.
 
     Raises:
         ValueError: the facts alone are longer.
@@ -90,7 +98,7 @@ def build_haystack(
     room = tokens - hidden
     if room < SHORTEST_SENTENCE:
         raise ValueError(f"{len(facts)} needles do not fit into {tokens} tokens")
-    words, located = _weave(filler_sentences(rng, room, count), facts)
+    words, located = _weave(filler_sentences(rng, room, count, filler), facts)
     text_tokens = len(words) if count is None else count("".join(words))
     return Haystack(words=tuple(words), needles=tuple(located), tokens=text_tokens)
 

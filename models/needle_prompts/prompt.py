@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from csps.models.needle_prompts.filler_kinds import filler_of
 from csps.models.needle_prompts.haystack import (
     Fact,
     Haystack,
@@ -13,7 +14,7 @@ from csps.models.needle_prompts.haystack import (
     build_haystack,
     draw_facts,
 )
-from csps.models.needle_prompts.questions import KINDS, Kind, Question, ask
+from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order, Question, ask
 from csps.models.needle_prompts.words import KEYS, VALUES, Count, count_words
 
 _KEYS_ASKED_TOGETHER = 3
@@ -31,9 +32,15 @@ class NeedleConfig:
     depth: float | None = None
     """Where the (first) needle asked for lies: 0 is the start of the text, 1 its end. None: random.
     All other needles lie at random depths."""
+    filler: str = "sentences"
+    """A kind (`filler_kinds`), or the path of a text file."""
+    order: Order = "last"
+    """Where the question stands: before the text or behind it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, not {self.order!r}")
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
         if self.depth is not None and not 0.0 <= self.depth <= 1.0:
@@ -57,12 +64,14 @@ class NeedlePrompt:
     @property
     def text(self) -> str:
         """For /v1/completions."""
-        return self.haystack.text + self.question.completion_text
+        before, behind = self.question.around(self.config.order)
+        return before + self.haystack.text + behind
 
     @property
     def chat_text(self) -> str:
         """For the content of a user message in /v1/chat/completions."""
-        return self.haystack.text + self.question.text
+        before, _ = self.question.around(self.config.order)
+        return before + self.haystack.text + ("" if before else self.question.text)
 
     @property
     def answer(self) -> str:
@@ -79,6 +88,7 @@ def generate(config: NeedleConfig, count: Count | None = None) -> NeedlePrompt:
     """The prompt that a config describes; never longer than asked for.
 
     Raises:
+        OSError: the filler is a file that cannot be read.
         ValueError: the needles do not fit into its length.
     """
     aim = config.length
@@ -99,14 +109,16 @@ def _draw(config: NeedleConfig, length: int, count: Count | None) -> NeedlePromp
     asked = {"single": 1, "multi_key": 1, "multi": min(needles, _KEYS_ASKED_TOGETHER), "two_hop": 2}
     indices = range(asked[config.kind])
     size = count or count_words
-    tail = ask(_bare(facts), config.kind, indices).completion_text
-    haystack = build_haystack(rng, length - size(tail), facts, count)
+    around = ask(_bare(facts), config.kind, indices).around(config.order)
+    room = length - sum(map(size, around))
+    haystack = build_haystack(rng, room, facts, count, filler_of(config.filler))
     question = ask(haystack, config.kind, indices)
+    before, behind = question.around(config.order)
     return NeedlePrompt(
         config=config,
         haystack=haystack,
         question=question,
-        tokens=size(haystack.text + question.completion_text),
+        tokens=size(before + haystack.text + behind),
     )
 
 

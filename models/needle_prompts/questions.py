@@ -24,6 +24,10 @@ from csps.models.needle_prompts.words import split_words
 Kind = Literal["single", "multi", "multi_key", "two_hop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+Order = Literal["first", "last"]
+"""Where a question stands: before its text or behind it."""
+ORDERS: tuple[Order, ...] = get_args(Order)
+
 PHRASINGS = (
     "What is the password of {key}?",
     "Tell me the password of {key}.",
@@ -38,7 +42,7 @@ ANSWER_HEAD = ("\n", "Answer", ":")
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question about a haystack, to be put right behind it."""
+    """A question about a haystack, to be put right behind it or right before it."""
 
     kind: Kind
     text: str
@@ -51,6 +55,12 @@ class Question:
     def completion_text(self) -> str:
         """Question and the cue that makes a completion model answer."""
         return self.text + "".join(ANSWER_HEAD)
+
+    def around(self, order: Order) -> tuple[str, str]:
+        """What stands before the text and what behind it, in a completion prompt."""
+        if order == "first":
+            return self.text.lstrip() + "\n", "".join(ANSWER_HEAD)
+        return "", self.completion_text
 
 
 def ask(haystack: Haystack, kind: Kind, needles: Sequence[int], *, phrasing: int = 0) -> Question:

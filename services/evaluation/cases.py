@@ -2,7 +2,8 @@
 
 Long prompts are dear, so ``share`` questions can be put to one haystack: it is computed once, and
 each question is computed behind its KV as if no other had been asked. ``share = 1`` gives each
-question a haystack of its own, as a server always has it.
+question a haystack of its own, as a server always has it. A question before its text is seen by
+all of it, so that nothing computed is shared then.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from csps.models.needle_prompts.filler_kinds import filler_of
 from csps.models.needle_prompts.haystack import Haystack, build_haystack, draw_facts
-from csps.models.needle_prompts.questions import Kind, Question, ask
-from csps.models.needle_prompts.words import count_words
+from csps.models.needle_prompts.questions import Kind, Order, Question, ask
+from csps.models.needle_prompts.words import Count, count_words
 
 DEFAULT_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MAX_ANSWER_TOKENS = 32
@@ -33,6 +35,10 @@ class Evaluation:
     """Facts in a haystack, except with kind ``single``; more if ``share`` needs more."""
     share: int = 1
     """Questions put to one haystack."""
+    filler: str = "sentences"
+    """A kind (`needle_prompts.filler_kinds`), or the path of a text file."""
+    order: Order = "last"
+    """Where the question stands."""
     seed: int = 1
     """Streams of random numbers differ from training's, whatever its seed."""
 
@@ -48,10 +54,21 @@ class Case:
     length: int
     haystack: Haystack
     questions: tuple[Question, ...]
+    order: Order = "last"
+
+    def prompt(self, question: Question) -> str:
+        """What a server is sent."""
+        before, behind = question.around(self.order)
+        return before + self.haystack.text + behind
 
 
-def cases(evaluation: Evaluation, kind: Kind, length: int) -> Iterator[Case]:
-    """Haystacks with ``share`` questions each; the depths asked for cover 0 to 1 evenly."""
+def cases(
+    evaluation: Evaluation, kind: Kind, length: int, count: Count | None = None
+) -> Iterator[Case]:
+    """Haystacks with ``share`` questions each; the depths asked for cover 0 to 1 evenly.
+
+    Without a count function a word is taken for a token, as in generated text it is.
+    """
     haystacks = evaluation.questions // evaluation.share
     for number in range(haystacks):
         rng = random.Random(f"evaluation/{evaluation.seed}/{kind}/{length}/{number}")
@@ -60,11 +77,16 @@ def cases(evaluation: Evaluation, kind: Kind, length: int) -> Iterator[Case]:
             (number + 0.5 + haystacks * index) / evaluation.questions
             for index in range(evaluation.share)
         ]
-        yield _case(rng, evaluation, kind, length, depths)
+        yield _case(rng, evaluation, kind, length, depths, count)
 
 
 def _case(
-    rng: random.Random, evaluation: Evaluation, kind: Kind, length: int, depths: Sequence[float]
+    rng: random.Random,
+    evaluation: Evaluation,
+    kind: Kind,
+    length: int,
+    depths: Sequence[float],
+    count: Count | None,
 ) -> Case:
     share = len(depths)
     hops = share if kind == "two_hop" else 0
@@ -82,6 +104,9 @@ def _case(
 
     # Questions of a kind are of one length, so a draft tells how much room they need.
     draft = build_haystack(rng, 16 * (needles + 1), facts)
-    tail = max(count_words(question.completion_text) for question in questions(draft))
-    haystack = build_haystack(rng, length - tail, facts)
-    return Case(length=length, haystack=haystack, questions=questions(haystack))
+    size = count or count_words
+    asking = max(sum(map(size, question.around(evaluation.order))) for question in questions(draft))
+    haystack = build_haystack(rng, length - asking, facts, count, filler_of(evaluation.filler))
+    return Case(
+        length=length, haystack=haystack, questions=questions(haystack), order=evaluation.order
+    )

@@ -6,11 +6,24 @@ finds one needle only, however many questions share the haystack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
-from csps.models.needle_prompts.haystack import Haystack
 from csps.models.needle_prompts.questions import Question
-from csps.services.evaluation.local_model import LocalModel, Span
+from csps.services.evaluation.cases import Case
+from csps.services.evaluation.local_model import Context, LocalModel, Span
+
+
+class Read(NamedTuple):
+    """A question, and the computed text that it is put to."""
+
+    question: Question
+    context: Context
+    needles: list[Span]
+    """Where the haystack's needles lie in the context."""
+    cue: str
+    """What is still to be computed before the answer."""
 
 
 class LocalAnswerer:
@@ -19,21 +32,33 @@ class LocalAnswerer:
     def __init__(self, model: LocalModel) -> None:
         self.model = model
 
-    def answers(self, haystack: Haystack, questions: Sequence[Question]) -> list[str]:
+    def answers(self, case: Case) -> list[str]:
         """The replies, in the order of the questions."""
-        context = self.model.read(haystack.text)
-        spans = needle_tokens(self.model, haystack)
         replies: list[str] = []
-        for question in questions:
+        for question, context, needles, cue in read(self.model, case):
             seen = context
-            if question.kind == "single" and len(spans) > 1:
+            if question.kind == "single" and len(needles) > 1:
                 seen = context.without(
-                    span for i, span in enumerate(spans) if i not in question.needles
+                    span for i, span in enumerate(needles) if i not in question.needles
                 )
-            replies.append(self.model.answer(seen, question.completion_text))
+            replies.append(self.model.answer(seen, cue))
         return replies
 
 
-def needle_tokens(model: LocalModel, haystack: Haystack) -> list[Span]:
-    """Where the needles lie in the KV of a haystack."""
-    return model.tokens_of(haystack.text, [needle.chars for needle in haystack.needles])
+def read(model: LocalModel, case: Case) -> Iterator[Read]:
+    """Compute the haystack, anew for each question that stands before it."""
+
+    @cache
+    def computed(before: str) -> tuple[Context, list[Span]]:
+        text = before + case.haystack.text
+        shift = len(before)
+        spans = [
+            (shift + needle.chars[0], shift + needle.chars[1]) for needle in case.haystack.needles
+        ]
+        return model.read(text), model.tokens_of(text, spans)
+
+    for question in case.questions:
+        before, cue = question.around(case.order)
+        yield Read(question, *computed(before), cue)
+        if before:
+            computed.cache_clear()

@@ -54,11 +54,13 @@ class LocalModel:
         self.stop_ids = stop_ids
 
     @classmethod
-    def load(cls, folder: Path) -> LocalModel:
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> LocalModel:
         """Of a checkpoint folder."""
         # The tokenizers library's own class, because it tells where in the text a token lies.
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return cls(load_network(folder), tokenizer, frozenset(read_eos_token_ids(folder)))
+        return cls(
+            load_network(folder, dtype=dtype), tokenizer, frozenset(read_eos_token_ids(folder))
+        )
 
     @torch.inference_mode()
     def read(self, text: str) -> Context:
@@ -79,6 +81,10 @@ class LocalModel:
             reply.append(token)
             logits_v, own = self._forward([token], past, own)
         return str(self.tokenizer.decode(reply))
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def tokens_of(self, text: str, spans: Sequence[Span]) -> list[Span]:
         """Token spans, special tokens counted, that cover character spans of a text."""

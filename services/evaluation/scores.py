@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from csps.models.needle_prompts.haystack import Haystack
-from csps.models.needle_prompts.questions import Kind, Question, is_correct
+from csps.models.needle_prompts.questions import Kind, is_correct
+from csps.models.needle_prompts.words import Count
 from csps.services.evaluation.cases import Case, Evaluation, cases
+from csps.services.evaluation.interval import wilson
 
 
 class Answerer(Protocol):
     """A model that answers questions to a haystack, each on its own."""
 
-    def answers(self, haystack: Haystack, questions: Sequence[Question]) -> list[str]:
+    def answers(self, case: Case) -> list[str]:
         """Its replies, in the order of the questions."""
         ...
 
@@ -40,25 +41,41 @@ class Answered:
 
 def evaluate(
     evaluation: Evaluation,
-    answerer: Answerer,
+    answerers: Mapping[str, Answerer],
     report: Callable[[str], None] = lambda line: None,
-) -> list[Answered]:
-    """Put all questions; ``report`` gets a line for each kind and length."""
-    results: list[Answered] = []
+    count: Count | None = None,
+) -> dict[str, list[Answered]]:
+    """Put all questions to each answerer, one beside the other.
+
+    Args:
+        answerers: by the name under which their lines and results stand.
+        report: gets a line for each kind, length and answerer.
+        count: of tokens, where a word is not one.
+    """
+    results: dict[str, list[Answered]] = {name: [] for name in answerers}
     for kind in evaluation.kinds:
         for length in evaluation.lengths:
-            start = time.monotonic()
-            cell = list(_answered(cases(evaluation, kind, length), answerer))
-            seconds = time.monotonic() - start
-            report(f"{kind:>9} {length:>6} tokens: {accuracy(cell):7.2%} ({seconds:.0f} s)")
-            results += cell
+            asked = list(cases(evaluation, kind, length, count))
+            for name, answerer in answerers.items():
+                start = time.monotonic()
+                cell = list(_answered(asked, answerer))
+                seconds = time.monotonic() - start
+                report(f"{kind:>9} {length:>6} tokens: {in_words(cell)} ({seconds:.0f} s) {name}")
+                results[name] += cell
     return results
+
+
+def in_words(answered: Sequence[Answered]) -> str:
+    """Right answers, and the share of them with its confidence interval."""
+    right, questions = sum(one.correct for one in answered), len(answered)
+    low, high = wilson(right, questions)
+    share = f"{right / questions:.1%} [{low:.1%}, {high:.1%}]"
+    return f"{right:>4} of {questions} right, {share:<24}"
 
 
 def _answered(asked: Iterable[Case], answerer: Answerer) -> Iterator[Answered]:
     for case in asked:
-        replies = answerer.answers(case.haystack, case.questions)
-        for question, reply in zip(case.questions, replies, strict=True):
+        for question, reply in zip(case.questions, answerer.answers(case), strict=True):
             yield Answered(
                 kind=question.kind,
                 length=case.length,
@@ -74,7 +91,7 @@ def accuracy(answered: Iterable[Answered]) -> float:
 
 
 def summary(results: Sequence[Answered], depth_bins: int = 10) -> dict[str, Any]:
-    """By kind: accuracy by length, and by length and depth."""
+    """By kind: accuracy by length with its confidence interval, and by length and depth."""
     kinds = dict.fromkeys(one.kind for one in results)
     return {
         kind: _kind_summary([r for r in results if r.kind == kind], depth_bins) for kind in kinds
@@ -83,10 +100,13 @@ def summary(results: Sequence[Answered], depth_bins: int = 10) -> dict[str, Any]
 
 def _kind_summary(results: Sequence[Answered], depth_bins: int) -> dict[str, Any]:
     by_length: dict[str, float] = {}
+    interval: dict[str, list[float]] = {}
     grid: dict[str, list[float | None]] = {}
     for length in sorted({one.length for one in results}):
         row = [one for one in results if one.length == length]
         by_length[str(length)] = round(accuracy(row), 4)
+        ends = wilson(sum(one.correct for one in row), len(row))
+        interval[str(length)] = [round(end, 4) for end in ends]
         bins: list[list[Answered]] = [[] for _ in range(depth_bins)]
         for one in row:
             bins[min(int(one.depth * depth_bins), depth_bins - 1)].append(one)
@@ -95,6 +115,7 @@ def _kind_summary(results: Sequence[Answered], depth_bins: int) -> dict[str, Any
     return {
         "questions": len(results),
         "accuracy_by_length": by_length,
+        "interval_by_length": interval,
         "accuracy_by_length_and_depth": grid,
         "wrong": [asdict(one) for one in wrong[:20]],
     }

@@ -12,8 +12,9 @@ from statistics import fmean
 from typing import Protocol
 
 from csps.models.needle_prompts.questions import Question, is_correct
+from csps.models.needle_prompts.words import Count
 from csps.services.evaluation.cases import Case, Evaluation, cases
-from csps.services.evaluation.local_answerer import needle_tokens
+from csps.services.evaluation.local_answerer import read
 from csps.services.evaluation.local_model import LocalModel, Span
 
 
@@ -62,11 +63,12 @@ def sensitivity(
     evaluation: Evaluation,
     model: LocalModel,
     report: Callable[[str], None] = lambda line: None,
+    count: Count | None = None,
 ) -> dict[str, dict[str, float]]:
     """Accuracy on ``multi_key`` by what is dropped and by length."""
     table: dict[str, dict[str, float]] = {name: {} for name in DROPS}
     for length in evaluation.lengths:
-        asked = list(cases(evaluation, "multi_key", length))
+        asked = list(cases(evaluation, "multi_key", length, count))
         replies = [_with_drops(model, case) for case in asked]
         for name, row in table.items():
             row[str(length)] = round(fmean(right for each in replies for right in each[name]), 4)
@@ -76,12 +78,9 @@ def sensitivity(
 
 def _with_drops(model: LocalModel, case: Case) -> dict[str, list[bool]]:
     """Right or wrong for each question of a haystack, by what is dropped."""
-    context = model.read(case.haystack.text)
-    needles = needle_tokens(model, case.haystack)
-    size = len(context.keys[0])
-
-    def right(question: Question, choose: Dropped) -> bool:
-        seen = context.without(choose(needles, question, size))
-        return is_correct(question.answer, model.answer(seen, question.completion_text))
-
-    return {name: [right(q, choose) for q in case.questions] for name, choose in DROPS.items()}
+    right: dict[str, list[bool]] = {name: [] for name in DROPS}
+    for question, context, needles, cue in read(model, case):
+        for name, choose in DROPS.items():
+            seen = context.without(choose(needles, question, len(context.keys[0])))
+            right[name].append(is_correct(question.answer, model.answer(seen, cue)))
+    return right

@@ -1,13 +1,18 @@
 """Needle prompts: reproducible, of exact length, with every fact where it is said to be."""
 
 import json
+import random
 import re
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from csps.models.needle_prompts.__main__ import main
+from csps.models.needle_prompts.filler import Filler, filler_sentences, real_text
+from csps.models.needle_prompts.filler_kinds import CYRILLIC, FILLER_KINDS, FillerKind, filler_of
 from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate, grid
-from csps.models.needle_prompts.questions import KINDS, Kind, is_correct
+from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order, is_correct
 from csps.models.needle_prompts.words import KEYS, VALUES, count_words, split_words, vocabulary
 
 
@@ -61,10 +66,63 @@ def answer_by_reading(prompt: NeedlePrompt) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_the_answer_can_be_read_from_the_text(kind: Kind, seed: int) -> None:
-    prompt = generate(NeedleConfig(length=500, kind=kind, needles=5, seed=seed))
-    assert answer_by_reading(prompt) == prompt.answer
+@pytest.mark.parametrize("filler", FILLER_KINDS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_answer_can_be_read_from_the_text(kind: Kind, filler: FillerKind, order: Order) -> None:
+    config = NeedleConfig(length=500, kind=kind, needles=5, filler=filler, order=order)
+    for seed in range(3):
+        prompt = generate(replace(config, seed=seed), count_words)
+        assert answer_by_reading(prompt) == prompt.answer
+        assert prompt.text.startswith("Question: ") == (order == "first")
+        assert prompt.text.endswith("\nAnswer:")
+        assert prompt.question.text.strip() in prompt.chat_text
+        assert 480 <= prompt.tokens <= 500
+
+
+def stream_text(filler: Filler, seed: int, sentences: int) -> str:
+    found = islice(filler(random.Random(seed)), sentences)
+    return "".join(word for sentence in found for word in sentence)
+
+
+TALE = "One was here. Two (or three) came:\n\n  - first, then\n  - second\nNobody stayed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_real_text_goes_round_without_losing_a_character(seed: int) -> None:
+    assert TALE in stream_text(real_text(TALE), seed, 20)
+
+
+def test_every_piece_of_real_text_begins_with_the_space_before_it() -> None:
+    """So that a needle between two pieces stands apart from both."""
+    for sentence in islice(filler_of("english")(random.Random(0)), 2000):
+        assert sentence[0][0].isspace()
+
+
+def test_an_empty_text_is_no_filler() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        real_text(" \n ")
+
+
+def test_a_long_piece_is_cut_to_fit_the_length() -> None:
+    (sentence,) = filler_sentences(random.Random(0), 7, count_words, real_text("a b c d " * 9))
+    assert 4 <= len(sentence) <= 7
+
+
+def test_names_are_sentences_about_keys_and_values() -> None:
+    words = set(stream_text(filler_of("names"), 0, 8000).split())
+    assert {*KEYS, *VALUES} <= {word.strip(".,") for word in words}
+
+
+def test_shuffled_words_tell_no_fact() -> None:
+    text = stream_text(filler_of("shuffled"), 0, 5000)
+    assert set(re.findall(r"\w+", text)) >= {"password", "of", "is", *KEYS, *VALUES}
+    assert not re.search(r"password of \w+ is", text)
+
+
+def test_bytes_are_the_english_text_in_other_letters() -> None:
+    english, other = (stream_text(filler_of(kind), 3, 50) for kind in ("english", "bytes"))
+    assert english.translate(CYRILLIC) == other
+    assert not re.search("[A-Za-z]", other)
 
 
 def test_a_single_needle_is_alone() -> None:
@@ -108,6 +166,7 @@ def test_grid_covers_every_cell_with_different_seeds() -> None:
     ("fields", "message"),
     [
         ({"kind": "triple"}, "kind must be one of"),
+        ({"order": "middle"}, "order must be one of"),
         ({"depth": 1.5}, "between 0 and 1"),
         ({"needles": 0}, "needles must be"),
         ({"kind": "two_hop", "needles": 1}, "at least two"),

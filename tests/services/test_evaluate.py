@@ -1,23 +1,25 @@
 """`csps eval`: what is asked, how it is scored, and what dropped tokens do."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from csps.models.needle_prompts.haystack import Haystack
-from csps.models.needle_prompts.questions import KINDS, Kind, Question
+from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
+from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order
+from csps.models.needle_prompts.words import count_words
 from csps.services import eval_command
-from csps.services.evaluation.cases import Evaluation, cases
-from csps.services.evaluation.local_answerer import LocalAnswerer
+from csps.services.evaluation.cases import Case, Evaluation, cases
+from csps.services.evaluation.interval import wilson
+from csps.services.evaluation.local_answerer import LocalAnswerer, read
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.evaluation.scores import accuracy, evaluate, summary
 from csps.services.evaluation.sensitivity import sensitivity
-from csps.services.evaluation.server_answerer import ServerAnswerer
+from csps.services.evaluation.server_answerer import ServerAnswerer, client_of
 
 
 def read_answer(prompt: str) -> str:
@@ -32,30 +34,57 @@ class Reader:
     def __init__(self, *, forgetful: bool = False) -> None:
         self.forgetful = forgetful
 
-    def answers(self, haystack: Haystack, questions: Sequence[Question]) -> list[str]:
-        right = [read_answer(haystack.text + question.text) for question in questions]
+    def answers(self, case: Case) -> list[str]:
+        right = [read_answer(case.prompt(question)) for question in case.questions]
         if not self.forgetful:
             return right
-        depths = [haystack.needles[question.needles[0]].depth for question in questions]
+        depths = [case.haystack.needles[question.needles[0]].depth for question in case.questions]
         return [a if depth < 0.5 else "unknown" for a, depth in zip(right, depths, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [1, 5])
-def test_every_prompt_has_the_length_asked_for(kind: Kind, share: int) -> None:
-    asked = list(cases(Evaluation(questions=10, share=share), kind, 512))
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_prompt_has_the_length_asked_for(kind: Kind, share: int, order: Order) -> None:
+    asked = list(cases(Evaluation(questions=10, share=share, order=order), kind, 512))
     assert len(asked) == 10 // share
     for case in asked:
-        longest = max(len(case.haystack.text + q.completion_text) for q in case.questions)
-        assert longest > 512
-        assert case.haystack.tokens < 512
+        assert max(count_words(case.prompt(question)) for question in case.questions) == 512
         assert {q.kind for q in case.questions} == {kind}
+
+
+@pytest.mark.parametrize("filler", FILLER_KINDS)
+def test_real_text_is_as_long_as_a_tokenizer_counts(filler: str, model: LocalModel) -> None:
+    evaluation = Evaluation(questions=4, share=2, filler=filler)
+    for case in cases(evaluation, "multi_key", 1024, model.count):
+        for question in case.questions:
+            assert 1000 <= model.count(case.prompt(question)) <= 1024
+            assert read_answer(case.prompt(question)) == question.answer
+
+
+def test_any_text_file_is_a_filler(tmp_path: Path) -> None:
+    path = tmp_path / "tale.txt"
+    path.write_text("Once there was a quiet harbour. Nobody went there; the boats had gone.")
+    evaluation = Evaluation(kinds=("multi_key",), lengths=(256,), questions=2, filler=str(path))
+    for case in cases(evaluation, "multi_key", 256):
+        assert case.haystack.text.count("quiet harbour") > 1
+    assert accuracy(evaluate(evaluation, {"": Reader()})[""]) == 1.0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_question_stands_where_it_was_asked_to(order: Order) -> None:
+    (case,) = cases(Evaluation(questions=1, order=order), "multi_key", 256)
+    prompt = case.prompt(case.questions[0])
+    asked = prompt.index("Question: What is the password of")
+    assert (asked == 0) == (order == "first")
+    assert prompt.endswith("\nAnswer:")
+    assert read_answer(prompt) == case.questions[0].answer
 
 
 @pytest.mark.parametrize("share", [1, 4])
 def test_depths_cover_the_text_evenly(share: int) -> None:
     evaluation = Evaluation(kinds=("multi_key",), lengths=(2048,), questions=20, share=share)
-    results = evaluate(evaluation, Reader())
+    results = evaluate(evaluation, {"": Reader()})[""]
     assert accuracy(results) == 1.0
     bins = [int(one.depth * 5) for one in results]
     assert [bins.count(number) for number in range(5)] == pytest.approx([4] * 5, abs=1)
@@ -63,8 +92,11 @@ def test_depths_cover_the_text_evenly(share: int) -> None:
 
 def test_summary_tells_where_a_model_fails() -> None:
     evaluation = Evaluation(kinds=("multi_key",), lengths=(1024,), questions=20)
-    result = summary(evaluate(evaluation, Reader(forgetful=True)))["multi_key"]
+    (answered,) = evaluate(evaluation, {"": Reader(forgetful=True)}).values()
+    result = summary(answered)["multi_key"]
     assert result["accuracy_by_length"]["1024"] == pytest.approx(0.5, abs=0.05)
+    low, high = result["interval_by_length"]["1024"]
+    assert low < 0.5 < high
     row = result["accuracy_by_length_and_depth"]["1024"]
     assert (row[0], row[-1]) == (1.0, 0.0)
     assert result["wrong"][0]["reply"] == "unknown"
@@ -87,7 +119,53 @@ def test_a_server_is_asked_greedily_for_its_first_model() -> None:
     client = httpx.Client(transport=httpx.MockTransport(openai_server), base_url="http://test")
     answerer = ServerAnswerer(client, concurrency=2)
     evaluation = Evaluation(kinds=("multi_key",), lengths=(256,), questions=8, share=4)
-    assert accuracy(evaluate(evaluation, answerer)) == 1.0
+    assert accuracy(evaluate(evaluation, {"": answerer})[""]) == 1.0
+
+
+def test_answers_asked_for_in_two_ways_stand_side_by_side() -> None:
+    """To the same prompts: the sparse way misses what the exact one finds."""
+
+    def sparse_or_exact(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        exact = body["csps"]["attention"] == "exact"
+        text = read_answer(body["prompt"]) if exact else "unknown"
+        return httpx.Response(200, json={"choices": [{"text": text}]})
+
+    client = httpx.Client(transport=httpx.MockTransport(sparse_or_exact), base_url="http://test")
+    servers = {
+        name: ServerAnswerer(client, model="needle", extra_body={"csps": {"attention": name}})
+        for name in ("exact", "csa")
+    }
+    evaluation = Evaluation(kinds=("multi_key",), lengths=(256,), questions=4)
+    lines: list[str] = []
+    results = evaluate(evaluation, servers, lines.append)
+    assert [accuracy(each) for each in results.values()] == [1.0, 0.0]
+    assert [one.expected for one in results["exact"]] == [one.expected for one in results["csa"]]
+    assert "4 of 4 right" in lines[0]
+    assert lines[0].endswith("exact")
+    assert "0 of 4 right" in lines[1]
+
+
+def test_the_key_goes_to_the_server_and_the_version_may_stand_in_its_address() -> None:
+    client = client_of("http://127.0.0.1:9/v1/", "secret")
+    assert client.headers["Authorization"] == "Bearer secret"
+    assert str(client.base_url) == "http://127.0.0.1:9"
+    assert "Authorization" not in client_of("http://127.0.0.1:9").headers
+
+
+@pytest.mark.parametrize(("right", "questions"), [(0, 50), (50, 50), (199, 200), (3, 7)])
+def test_the_interval_s_ends_are_where_the_share_would_just_be_likely(
+    right: int, questions: int
+) -> None:
+    """Wilson's definition: the ends are 1.96 of *their own* standard deviations away."""
+    share = right / questions
+    for end in wilson(right, questions):
+        if not math.isclose(end, share, abs_tol=1e-9):
+            deviation = math.sqrt(end * (1 - end) / questions)
+            assert abs(share - end) == pytest.approx(1.959964 * deviation, rel=1e-4)
+    low, high = wilson(right, questions)
+    assert 0.0 <= low <= share <= high <= 1.0
+    assert low < high
 
 
 def test_a_failing_server_is_an_error_and_no_wrong_answer() -> None:
@@ -97,7 +175,7 @@ def test_a_failing_server_is_an_error_and_no_wrong_answer() -> None:
     client = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://test")
     evaluation = Evaluation(kinds=("multi_key",), lengths=(256,), questions=1)
     with pytest.raises(httpx.HTTPStatusError):
-        evaluate(evaluation, ServerAnswerer(client, model="needle"))
+        evaluate(evaluation, {"": ServerAnswerer(client, model="needle")})
 
 
 @pytest.mark.parametrize(
@@ -107,11 +185,19 @@ def test_a_failing_server_is_an_error_and_no_wrong_answer() -> None:
         ["--base-url", "http://test", "--share", "5"],
         ["--kinds", "riddle"],
         ["--questions", "10", "--share", "3"],
+        ["--extra-body", '{"csps": {}}'],
+        ["--base-url", "http://test", "--extra-body", "[]"],
+        ["--base-url", "http://test", "--extra-body", "{"],
+        ["--sensitivity", "--question", "first"],
+        ["--filler", "/no/such/file"],
     ],
 )
-def test_contradictory_arguments_are_refused(argv: list[str]) -> None:
+def test_contradictory_arguments_are_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         eval_command.parse_arguments(argv)
+    assert "csps eval: error:" in capsys.readouterr().err
 
 
 def test_an_unreachable_server_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,14 +210,18 @@ def model() -> LocalModel:
     return LocalModel.load(eval_command.DEFAULT_MODEL)
 
 
-def test_a_question_behind_a_shared_context_equals_the_whole_prompt(model: LocalModel) -> None:
-    (case,) = cases(Evaluation(questions=2, share=2), "multi_key", 300)
-    context = model.read(case.haystack.text)
-    for question in case.questions:
-        ids = model.tokenizer.encode(case.haystack.text + question.completion_text).ids
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_question_to_a_shared_context_equals_the_whole_prompt(
+    model: LocalModel, order: Order
+) -> None:
+    (case,) = cases(Evaluation(questions=2, share=2, order=order), "multi_key", 300)
+    for question, context, needles, cue in read(model, case):
+        ids = model.tokenizer.encode(case.prompt(question)).ids
+        start, end = needles[question.needles[0]]
+        assert question.answer in model.tokenizer.decode(ids[start:end])
         with torch.inference_mode():
             whole, _ = model._forward(ids, past=None)
-            tail = model.tokenizer.encode(question.completion_text, add_special_tokens=False).ids
+            tail = model.tokenizer.encode(cue, add_special_tokens=False).ids
             shared, _ = model._forward(tail, past=context)
         torch.testing.assert_close(shared, whole, rtol=1e-3, atol=1e-3)
 
@@ -160,7 +250,16 @@ def test_answers_come_from_the_needles(model: LocalModel) -> None:
 
 def test_single_hides_the_other_needles_of_a_shared_haystack(model: LocalModel) -> None:
     evaluation = Evaluation(kinds=("single",), lengths=(512,), questions=10, share=10)
-    assert accuracy(evaluate(evaluation, LocalAnswerer(model))) >= 0.9
+    assert accuracy(evaluate(evaluation, {"": LocalAnswerer(model)})[""]) >= 0.9
+
+
+@pytest.mark.parametrize("filler", [kind for kind in FILLER_KINDS if kind != "shuffled"])
+def test_the_model_answers_in_other_fillers(model: LocalModel, filler: str) -> None:
+    evaluation = Evaluation(
+        kinds=("multi_key",), lengths=(512,), questions=10, share=5, filler=filler
+    )
+    (answered,) = evaluate(evaluation, {"": LocalAnswerer(model)}, count=model.count).values()
+    assert accuracy(answered) >= 0.9
 
 
 def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
@@ -171,4 +270,5 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "eval.json").read_text())
     assert set(written["results"]) == {"single", "multi_key"}
     assert written["evaluation"]["lengths"] == [256, 512]
+    assert set(written["results"]["single"]["interval_by_length"]) == {"256", "512"}
     assert (tmp_path / "eval.png").read_bytes().startswith(b"\x89PNG")

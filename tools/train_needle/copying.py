@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from csps.models.train_needle.architecture import CONTEXT
-from csps.models.train_needle.batch import TrainingSequence
-from csps.models.train_needle.lengths import log_uniform
-from csps.models.train_needle.stages import Stage
+from csps.tools.train_needle.architecture import CONTEXT
+from csps.tools.train_needle.batch import TrainingSequence
+from csps.tools.train_needle.lengths import log_uniform
+from csps.tools.train_needle.stages import Stage
 
 
 def copy_sequence(rng: random.Random, stage: Stage, words: Sequence[int]) -> TrainingSequence:

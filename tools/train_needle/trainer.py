@@ -9,25 +9,30 @@ from pathlib import Path
 
 import torch
 
-from csps.models.train_needle.architecture import build_model
-from csps.models.train_needle.batch_maker import BatchMaker
-from csps.models.train_needle.checkpoint import save_checkpoint
-from csps.models.train_needle.loss import loss_and_accuracy
-from csps.models.train_needle.stages import STAGES, Stage, schedule
-from csps.models.train_needle.tokenizer import build_tokenizer
-from csps.models.train_needle.training_log import Row, Window, write_log
+from csps.tools.train_needle import attention
+from csps.tools.train_needle.architecture import build_model
+from csps.tools.train_needle.batch_maker import BatchMaker
+from csps.tools.train_needle.checkpoint import save_checkpoint
+from csps.tools.train_needle.loss import loss_and_accuracy
+from csps.tools.train_needle.stages import STAGES, Stage, schedule
+from csps.tools.train_needle.texts import TrainingTexts
+from csps.tools.train_needle.tokenizer import build_tokenizer
+from csps.tools.train_needle.training_log import Row, Window, write_log
 
 
 class Trainer:
     """Owns what a checkpoint saves: model, optimizer, step and log."""
 
-    def __init__(self, out: Path, seed: int, stages: Sequence[Stage] = STAGES) -> None:
+    def __init__(
+        self, out: Path, seed: int, texts: TrainingTexts, stages: Sequence[Stage] = STAGES
+    ) -> None:
         self.out = out
         self.stages = stages
         self.tokenizer = build_tokenizer()
         torch.manual_seed(seed)
         self.model = build_model(self.tokenizer)
-        self.batches = BatchMaker(self.tokenizer, seed)
+        self.model.set_attn_implementation(attention.NAME)
+        self.batches = BatchMaker(self.tokenizer, seed, texts)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1.0, betas=(0.9, 0.98), weight_decay=0.01
         )
@@ -87,7 +92,9 @@ class Trainer:
         rate = first + (last - first) * step / stage.steps
         for group in self.optimizer.param_groups:
             group["lr"] = rate * min(1.0, (self.step + 1) / 50)
-        loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
+        # Half as much time on a core that multiplies in bfloat16, and weights that bear it.
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -9,7 +9,7 @@ from csps.models.needle_prompts.filler import filler_sentence
 from csps.models.needle_prompts.haystack import Fact
 from csps.models.needle_prompts.questions import QUESTION_HEAD
 from csps.models.needle_prompts.words import ADJECTIVES, KEYS, NOUNS
-from csps.models.train_needle.spelling import CHARACTERS
+from csps.tools.train_needle.spelling import CHARACTERS
 
 
 def mention(

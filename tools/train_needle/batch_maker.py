@@ -6,20 +6,23 @@ import random
 
 from transformers import PreTrainedTokenizerFast
 
-from csps.models.train_needle.batch import Batch, TrainingSequence, collate
-from csps.models.train_needle.copying import copy_sequence
-from csps.models.train_needle.spelling import Spelling
-from csps.models.train_needle.stages import Stage
-from csps.models.train_needle.text_sequences import TextSequences
-from csps.models.train_needle.tokenizer import PAD
+from csps.tools.train_needle.batch import Batch, TrainingSequence, collate
+from csps.tools.train_needle.copying import copy_sequence
+from csps.tools.train_needle.fillers import training_fillers
+from csps.tools.train_needle.spelling import Spelling
+from csps.tools.train_needle.stages import Stage
+from csps.tools.train_needle.text_sequences import TextSequences
+from csps.tools.train_needle.texts import TrainingTexts
+from csps.tools.train_needle.tokenizer import PAD
 
 
 class BatchMaker:
     """Draws training batches; the same seed, stage and step give the same batch."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, texts: TrainingTexts) -> None:
         self._spelling = Spelling(tokenizer)
         self._seed = seed
+        self._fillers = training_fillers(texts)
 
     def draw(self, stage: Stage, step: int, *, copying: bool | None = None) -> Batch:
         """The batch of a step; `copying` None leaves its kind to the stage's mixture."""
@@ -32,6 +35,6 @@ class BatchMaker:
     def _sequence(self, rng: random.Random, stage: Stage, copying: bool) -> TrainingSequence:
         if copying:
             return copy_sequence(rng, stage, self._spelling.words)
-        texts = TextSequences(self._spelling, stage, rng)
+        texts = TextSequences(self._spelling, stage, rng, self._fillers)
         idle = stage.idle and rng.random() < stage.idle
         return texts.without_facts() if idle else texts.with_questions()

@@ -1,4 +1,8 @@
-"""A tokenizer that gives every generated word one token, and the chat template."""
+"""A tokenizer that gives every generated word one token, and the chat template.
+
+All other text is spelt in parts of words that are frequent in English and in programs, and at last
+in bytes, so that any text encodes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from csps.models.needle_prompts.words import vocabulary
-from csps.models.train_needle.architecture import CONTEXT
+from csps.tools.train_needle.architecture import CONTEXT
+from csps.tools.train_needle.subwords import subwords
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -27,11 +32,13 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word (with its space) is one token; all else falls back to bytes, so any text encodes."""
+    """A generated word (with its space) is one token, whatever the merges make of its parts."""
     words = [word.replace(" ", SPACE) for word in vocabulary()]
-    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    merges = subwords()
+    joined = [left + right for left, right in merges]
+    entries = dict.fromkeys([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words, *joined])
     ids = {entry: index for index, entry in enumerate(entries)}
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=[], ignore_merges=True))
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     specials = [BEGIN, END, PAD, *ROLES]

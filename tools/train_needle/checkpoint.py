@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from csps.models.train_needle.architecture import ROPE_THETA
+from csps.tools.train_needle.architecture import ROPE_THETA
 
 
 def save_checkpoint(

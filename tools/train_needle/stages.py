@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from csps.models.train_needle.architecture import CONTEXT
+from csps.tools.train_needle.architecture import CONTEXT
+
+ALL_FILLERS = {
+    "sentences": 3.0,
+    "shuffled": 2.0,
+    "names": 2.0,
+    "english": 3.0,
+    "code": 2.0,
+    "bytes": 1.0,
+    "mixed": 2.0,
+}
+"""Weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +33,10 @@ class Stage:
     """Fewest and most needles in a haystack."""
     questions: int = 0
     """Questions to each haystack."""
+    fillers: Mapping[str, float] = field(default_factory=lambda: {"sentences": 1.0})
+    """Weights of the kinds of filler (`fillers.training_fillers`)."""
+    first: float = 0.0
+    """Share of the questions that stand before the text, and of the texts that see one there."""
     longest: int = CONTEXT
     """The haystack pretends to be of any length up to this, in tokens."""
     copying: float = 0.0
@@ -48,11 +63,11 @@ class Stage:
 
 
 STAGES = (
-    Stage(name="copy", steps=500, batch=48, tokens=128, copying=1.0),
+    Stage(name="copy", steps=375, batch=96, tokens=64, copying=1.0),
     # Only the frame of an answer: it is one of the values, then comes the end.
     Stage(
         name="facts",
-        steps=250,
+        steps=75,
         batch=32,
         tokens=96,
         needles=(2, 8),
@@ -62,10 +77,10 @@ STAGES = (
     ),
     # Words repeat, so the word before does not tell what comes next, but the two before do: the
     # step from "Lisbon" to "Lisbon is".
-    Stage(name="pairs", steps=200, batch=48, tokens=128, copying=1.0, pool=16),
+    Stage(name="pairs", steps=100, batch=48, tokens=128, copying=1.0, pool=16),
     Stage(
         name="lookup",
-        steps=300,
+        steps=100,
         batch=32,
         tokens=96,
         needles=(2, 8),
@@ -88,26 +103,31 @@ STAGES = (
         hard_kinds=0.4,
         hints=True,
     ),
+    # From here on all kinds of filler, and questions before the text.
     Stage(
         name="text",
-        steps=250,
+        steps=200,
         batch=12,
         tokens=256,
+        fillers=ALL_FILLERS,
         needles=(1, 20),
         questions=12,
+        first=0.25,
         hard_kinds=0.4,
         hints=True,
-        learning_rate=(2e-3, 1e-3),
+        learning_rate=(2e-3, 1.5e-3),
     ),
     Stage(
         name="long",
         steps=250,
         batch=8,
-        tokens=512,
-        needles=(1, 50),
-        questions=16,
-        hard_kinds=0.4,
-        misspelt=0.2,
+        tokens=384,
+        fillers=ALL_FILLERS,
+        needles=(1, 40),
+        questions=12,
+        first=0.3,
+        hard_kinds=0.5,
+        misspelt=0.1,
         continued=48,
         learning_rate=(1.5e-3, 1.25e-3),
     ),
@@ -115,28 +135,32 @@ STAGES = (
         name="polish",
         steps=500,
         batch=8,
-        tokens=512,
+        tokens=384,
+        fillers=ALL_FILLERS,
         needles=(1, 60),
-        questions=16,
+        questions=12,
+        first=0.3,
         hard_kinds=0.5,
         everyday=True,
-        misspelt=0.2,
+        misspelt=0.1,
         continued=96,
         learning_rate=(1.25e-3, 1e-5),
     ),
     # How to behave when nothing is asked; and texts that name keys in passing.
     Stage(
         name="manners",
-        steps=300,
+        steps=200,
         batch=8,
-        tokens=512,
+        tokens=384,
+        fillers=ALL_FILLERS,
         needles=(1, 60),
-        questions=14,
+        questions=12,
+        first=0.3,
         hard_kinds=0.5,
         everyday=True,
-        idle=0.4,
+        idle=0.35,
         mentions=0.02,
-        misspelt=0.2,
+        misspelt=0.1,
         continued=128,
         learning_rate=(6e-4, 1e-5),
     ),

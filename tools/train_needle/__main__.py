@@ -1,6 +1,6 @@
 """Train the small default model, which finds needles in long text.
 
-Four ideas make this work on one CPU core within an hour or two:
+Five ideas make this work on one CPU core within an hour or two:
 
 1. *Copy first.* Training on retrieval alone stays for thousands of steps at "any value of the
    context". Copying shuffled segments of random words teaches the two-layer circuit (look at the
@@ -16,10 +16,14 @@ Four ideas make this work on one CPU core within an hour or two:
 4. *Many questions to one text.* Each question stands behind the text as if it were alone: it sees
    the text and itself, never another question. Intermediate layers must answer as well (deep
    supervision), so that retrieval happens in several layers, not in just the last one.
+5. *Many kinds of text.* Generated sentences, the same about keys and values, shuffled words,
+   English and programs of the installed packages, and English in other scripts, byte by byte;
+   questions before the text as well as behind it. Where one fact is to be found among what looks
+   like it, the raised logits make every lapse count as often as it would in a long text.
 
-Run ``python -m csps.models.train_needle --out DIR``; the same command resumes it if interrupted.
+Run ``python -m csps.tools.train_needle --out DIR``; the same command resumes it if interrupted.
 Batches depend on seed, stage and step alone, so that a resumed run sees what an uninterrupted one
-would have seen.
+would have seen, and on the texts of the packages, whose digest is printed first.
 """
 
 from __future__ import annotations
@@ -30,22 +34,25 @@ from pathlib import Path
 
 import torch
 
-from csps.models.train_needle.trainer import Trainer
-from csps.models.train_needle.training_log import plot_log
+from csps.tools.train_needle.texts import installed_texts
+from csps.tools.train_needle.trainer import Trainer
+from csps.tools.train_needle.training_log import plot_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; `argv` instead of the process's own arguments."""
     arguments = _parse(argv)
     torch.set_num_threads(arguments.threads)
-    trainer = Trainer(arguments.out, arguments.seed)
+    texts = installed_texts()
+    print(f"texts={texts.digest}", flush=True)
+    trainer = Trainer(arguments.out, arguments.seed, texts)
     trainer.train()
     if arguments.plot:
         plot_log(trainer.rows, arguments.plot)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m csps.models.train_needle")
+    parser = argparse.ArgumentParser(prog="python -m csps.tools.train_needle")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="of torch")

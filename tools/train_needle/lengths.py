@@ -12,16 +12,18 @@ def log_uniform(rng: random.Random, low: float, high: float) -> float:
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
-def skipping_positions(rng: random.Random, words: Sequence[str], length: int) -> list[int]:
-    """Increasing positions that spread the words over ``length``, skipping between sentences."""
-    ends = [index for index, word in enumerate(words) if word == "."]
+def skipping_positions(
+    rng: random.Random, ids: Sequence[int], length: int, full_stop: int
+) -> list[int]:
+    """Increasing positions that spread tokens over ``length``, skipping between sentences."""
+    ends = [index for index, id_ in enumerate(ids) if id_ == full_stop]
     # Uneven shares: some sentences stay neighbours while others move far apart.
     shares = [rng.random() ** 4 for _ in ends]
-    scale = max(0, length - len(words)) / (sum(shares) or 1.0)
+    scale = max(0, length - len(ids)) / (sum(shares) or 1.0)
     skips = {index: int(share * scale) for index, share in zip(ends, shares, strict=True)}
     positions: list[int] = []
     position = 0
-    for index in range(len(words)):
+    for index in range(len(ids)):
         positions.append(position)
         position += 1 + skips.get(index, 0)
     return positions

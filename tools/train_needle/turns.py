@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from csps.models.needle_prompts.haystack import Haystack
 from csps.models.needle_prompts.questions import ANSWER_HEAD, PHRASINGS, Question, ask
-from csps.models.train_needle.batch import TrainingSequence
-from csps.models.train_needle.spelling import Spelling
-from csps.models.train_needle.tokenizer import END
+from csps.tools.train_needle.batch import TrainingSequence
+from csps.tools.train_needle.spelling import Spelling
+from csps.tools.train_needle.tokenizer import END
 
 
 def draw_question(rng: random.Random, haystack: Haystack, hops: int, hard_kinds: float) -> Question:
@@ -29,25 +29,31 @@ def draw_question(rng: random.Random, haystack: Haystack, hops: int, hard_kinds:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A question that stands before the text."""
+
+    text: str
+    answer: str
+
+
 class Turns:
     """Writes questions and their answers behind a haystack, each in a block of its own."""
 
-    sequence: TrainingSequence
-    spelling: Spelling
-    chat: bool
+    def __init__(self, sequence: TrainingSequence, spelling: Spelling, chat: bool) -> None:
+        self.sequence, self.spelling, self.chat = sequence, spelling, chat
+        self._position = sequence.positions[-1] + 1
 
-    def append(self, block: int, text: str, answer: str) -> None:
-        """A question, or what stands in its place."""
+    def append(self, block: int, text: str, answer: str, *, weight: int = 1) -> None:
+        """A question, or what stands in its place; its answer counts `weight` times."""
         sequence, ids = self.sequence, self.spelling.ids
         tail = [END, "<|assistant|>"] if self.chat else ANSWER_HEAD
         prompt = [*self.spelling.spell(text), *(ids[word] for word in tail)]
         reply = [*self.spelling.spell(answer), ids[END]]
         first = len(sequence.ids) + len(prompt) - 1
-        sequence.predictions += [(first + index, word) for index, word in enumerate(reply)]
-        position = sequence.positions[sequence.blocks.count(0) - 1] + 1
+        sequence.predictions += weight * [(first + i, word) for i, word in enumerate(reply)]
         count = len(prompt) + len(reply)
         sequence.ids += prompt + reply
-        sequence.positions += range(position, position + count)
+        sequence.positions += range(self._position, self._position + count)
         sequence.blocks += [block] * count
         sequence.filler += [False] * count
 

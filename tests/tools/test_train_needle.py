@@ -1,0 +1,156 @@
+"""Training of the default model: reproducible, resumable, and what a batch may see."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+from csps.tools.train_needle import attention
+from csps.tools.train_needle.architecture import build_model
+from csps.tools.train_needle.batch import Batch
+from csps.tools.train_needle.batch_maker import BatchMaker
+from csps.tools.train_needle.loss import ROWS, cross_entropy, layer_states
+from csps.tools.train_needle.stages import ALL_FILLERS, STAGES, Stage
+from csps.tools.train_needle.texts import TrainingTexts
+from csps.tools.train_needle.tokenizer import build_tokenizer
+from csps.tools.train_needle.trainer import Trainer
+
+TINY = Stage(name="tiny", steps=4, batch=2, tokens=64, needles=(1, 3), questions=3, hard_kinds=0.3)
+EVERYTHING = replace(
+    TINY, tokens=128, fillers=ALL_FILLERS, first=0.5, everyday=True, misspelt=0.2, continued=8
+)
+TEXTS = TrainingTexts(
+    ("This licence grants you no rights.\n\nIt is short; read it twice.", "A second document."),
+    ("def double(x: int) -> int:\n    return 2 * x\n",),
+)
+
+
+def draw(stage: Stage, step: int = 0, *, seed: int = 0) -> Batch:
+    return BatchMaker(build_tokenizer(), seed, TEXTS).draw(stage, step)
+
+
+@pytest.mark.parametrize("stage", [*STAGES, EVERYTHING], ids=lambda stage: stage.name)
+def test_same_seed_same_batch(stage: Stage) -> None:
+    small = replace(stage, batch=2)
+    one, same, other = draw(small, 7), draw(small, 7), draw(small, 7, seed=1)
+    assert torch.equal(one.ids, same.ids)
+    assert torch.equal(one.mask, same.mask)
+    assert one.ids.shape != other.ids.shape or not torch.equal(one.ids, other.ids)
+
+
+@pytest.mark.parametrize("filler", ALL_FILLERS)
+def test_positions_increase_within_what_a_question_sees(filler: str) -> None:
+    pad = build_tokenizer().pad_token_id
+    batch = draw(replace(EVERYTHING, fillers={filler: 1.0}))
+    for ids, positions, mask in zip(batch.ids, batch.positions, batch.mask[:, 0], strict=True):
+        for row in mask[ids != pad]:
+            seen = positions[row > -torch.inf]
+            assert torch.all(seen[1:] > seen[:-1])
+
+
+def test_a_question_does_not_see_another_one() -> None:
+    tokenizer = build_tokenizer()
+    batch = draw(replace(TINY, batch=1))
+    (ends,) = torch.where(batch.ids[0] == tokenizer.eos_token_id)
+    last = batch.mask[0, 0, ends[-1]]
+    assert (last[ends[:-1]] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_question_before_the_text_is_seen_by_its_answer(seen: bool) -> None:
+    """By the whole text as well or by nothing else, and its answer sees no second question."""
+    tokenizer = build_tokenizer()
+    questions = 1 if seen else 2
+    # A share of 1 lets the text see its question; below it, chance decides and 0.99 of 2 is both.
+    stage = replace(TINY, batch=1, first=1.0 if seen else 0.99, questions=questions)
+    marks = [tokenizer.convert_tokens_to_ids("?"), tokenizer.convert_tokens_to_ids("ĠThe")]
+    for step in range(200):
+        batch = draw(stage, step)
+        ids, mask = batch.ids[0], batch.mask[0, 0]
+        (asked,), (begun,) = (torch.where(ids == mark) for mark in marks)
+        text = begun[0]
+        before = asked[asked < text]
+        if len(before) == questions and tokenizer.bos_token_id == ids[0]:
+            break
+    else:
+        pytest.fail("no text with so many questions before it")
+    assert (mask[text, before] > -torch.inf).all() == seen
+    last = ids != tokenizer.pad_token_id
+    answer = mask[int(last.nonzero()[-1])]
+    assert int((answer[before] > -torch.inf).sum()) == 1
+
+
+def test_a_raised_logit_weighs_as_much_as_copies() -> None:
+    """What makes a short text pretend to be long, checked on a text that is really repeated."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 8), torch.randn(5, 8), torch.randn(5, 8)
+    copies = torch.tensor([1, 7, 7, 1, 7])
+    repeated = torch.softmax(q @ k.repeat_interleave(copies, 0).T, -1)
+    raised = torch.softmax(q @ k.T + copies.log(), -1)
+    expected = repeated @ v.repeat_interleave(copies, 0)
+    torch.testing.assert_close(raised @ v, expected)
+
+
+def test_each_later_layer_answers() -> None:
+    tokenizer = build_tokenizer()
+    batch = draw(TINY)
+    model = build_model(tokenizer)
+    with torch.no_grad():
+        states = layer_states(model, batch)
+    shape = (len(batch.targets), model.config.hidden_size)
+    assert [each.shape for each in states] == [shape] * (model.config.num_hidden_layers - 1)
+
+
+def test_attention_of_training_is_the_model_s_own() -> None:
+    tokenizer = build_tokenizer()
+    batch = draw(EVERYTHING)
+    model = build_model(tokenizer)
+    with torch.no_grad():
+        own = layer_states(model, batch)[-1]
+        model.set_attn_implementation(attention.NAME)
+        torch.testing.assert_close(layer_states(model, batch)[-1], own, rtol=1e-4, atol=1e-4)
+
+
+def test_cross_entropy_is_torch_s() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(2 * ROWS + 5, 16, requires_grad=True)
+    head = torch.randn(30, 16, requires_grad=True)
+    targets = torch.randint(30, (len(states),))
+    loss, right = cross_entropy(states, head, targets)
+    got = torch.autograd.grad(3 * loss, (states, head))
+    logits = states @ head.T
+    expected = F.cross_entropy(logits, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    assert (right == (logits.argmax(-1) == targets)).float().mean() > 0.97
+    for one, other in zip(got, torch.autograd.grad(3 * expected, (states, head)), strict=True):
+        # Computed in bfloat16.
+        torch.testing.assert_close(one, other, rtol=0.0, atol=0.02 * float(other.abs().max()))
+
+
+def test_the_digest_is_of_all_texts_and_their_kinds() -> None:
+    shifted = TrainingTexts((*TEXTS.documents, *TEXTS.programs), ())
+    assert len({TEXTS.digest, shifted.digest, TrainingTexts(("a",), ("b",)).digest}) == 3
+    assert TEXTS.digest == TrainingTexts(TEXTS.documents, TEXTS.programs).digest
+
+
+def test_any_text_survives_the_tokenizer() -> None:
+    tokenizer = build_tokenizer()
+    text = "Züricher\tcopyright notices, 東京 and 🙂\n\n\n    x = [1, 2.5e-3]  # code"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    stages = (replace(TINY, steps=2), replace(EVERYTHING, steps=2, batch=2))
+    whole = Trainer(tmp_path / "whole", 3, TEXTS, stages)
+    whole.train()
+    half = Trainer(tmp_path / "half", 3, TEXTS, stages)
+    half.train(until=3)
+    resumed = Trainer(tmp_path / "half", 3, TEXTS, stages)
+    assert resumed.step == 3
+    resumed.train()
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

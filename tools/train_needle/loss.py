@@ -1,0 +1,98 @@
+"""Right words in answers, asked of every layer but the first (deep supervision)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from csps.tools.train_needle.batch import Batch
+
+ROWS = 128
+"""Predictions at once."""
+SIDE_LOSS_WEIGHT = 0.3
+"""Of each earlier layer's answers, and of filler, beside the last layer's answers."""
+
+
+def layer_states(model: LlamaForCausalLM, batch: Batch) -> list[Tensor]:
+    """What each layer but the first predicts from, (N, hidden) each, the last layer's last."""
+    output = model.model(
+        input_ids=batch.ids,
+        position_ids=batch.positions,
+        attention_mask=batch.mask,
+        use_cache=False,
+        output_hidden_states=True,
+    )
+    states = [state[batch.rows, batch.columns] for state in output.hidden_states[2:]]
+    # transformers hands out the last state normalised, the others not.
+    return [*(model.model.norm(state) for state in states[:-1]), states[-1]]
+
+
+def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, float]:
+    """The loss, and the share of right words in answers."""
+    states = layer_states(model, batch)
+    end = batch.answers
+    head = model.lm_head.weight
+    loss = torch.zeros(())
+    for state in states[:-1]:
+        loss = loss + SIDE_LOSS_WEIGHT * cross_entropy(state[:end], head, batch.targets[:end])[0]
+    answers, right = cross_entropy(states[-1][:end], head, batch.targets[:end])
+    loss = loss + answers
+    if end < len(batch.targets):
+        filler, _ = cross_entropy(states[-1][end:], head, batch.targets[end:])
+        loss = loss + SIDE_LOSS_WEIGHT * filler
+    return loss, right.float().mean().item()
+
+
+def cross_entropy(states: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean loss, and which predictions (N,) are right.
+
+    Args:
+        states: (N, hidden), normalised.
+        head: (vocabulary, hidden), of the language-model head.
+        targets: (N,) token ids.
+    """
+    loss, right = _CrossEntropy.apply(states, head, targets)  # type: ignore[no-untyped-call]
+    return loss, right
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Linear layer and cross-entropy in one, gradients with it.
+
+    Logits (N, vocabulary) are most of what a step of copying computes: here they stay in the cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            x, w = states.bfloat16(), head.bfloat16()
+            starts = range(0, len(targets), ROWS)
+            chunks = [_chunk(x[i : i + ROWS], targets[i : i + ROWS], w) for i in starts]
+            losses, right, of_states, of_head = zip(*chunks, strict=True)
+            scale = 1.0 / len(targets)
+            ctx.save_for_backward(scale * torch.cat(of_states), scale * sum(of_head))
+        hits = torch.cat(right)
+        ctx.mark_non_differentiable(hits)
+        return scale * torch.stack(losses).sum(), hits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        states, head = ctx.saved_tensors
+        return states * gradients[0], head * gradients[0], None
+
+
+def _chunk(x: Tensor, targets: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, right predictions, and the loss's gradients with respect to states and head."""
+    logits = (x @ w.T).float()
+    rows = torch.arange(len(targets))
+    own = logits[rows, targets]
+    top = logits.amax(-1)
+    exponentials = logits.sub_(top[:, None]).exp_()
+    total = exponentials.sum(-1)
+    gradients = exponentials.div_(total[:, None])
+    gradients[rows, targets] -= 1.0
+    gradients = gradients.bfloat16()
+    loss = (total.log() + top - own).sum()
+    return loss, own == top, (gradients @ w).float(), (gradients.T @ x).float()

@@ -1,0 +1,74 @@
+"""Real text to train on: documents and programs of the packages that the tests run with.
+
+They lie on every machine on which `constraints.txt` is installed, so that nothing of them has to be
+shipped. The digest of what was read is written to the log: where it is the recipe's, the text is.
+What comes with Python itself is left out, to measure on (`needle_prompts.documents`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import Distribution, distribution
+
+# fmt: off
+DOCUMENTED = (
+    "accelerate", "aiohttp", "attrs", "cffi", "charset-normalizer", "click", "cryptography",
+    "fastapi", "fonttools", "frozenlist", "grpcio", "httpcore", "httpx", "huggingface_hub",
+    "hypothesis", "jsonschema", "kiwisolver", "lightgbm", "matplotlib", "mpmath", "msgpack",
+    "multidict", "narwhals", "networkx", "numpy", "openai", "packaging", "pathspec", "pillow",
+    "propcache", "pydantic", "Pygments", "pytest", "PyYAML", "regex", "requests", "rich", "scipy",
+    "smart_open", "sortedcontainers", "starlette", "sympy", "tqdm", "transformers", "typer",
+    "typing_extensions", "urllib3", "uvicorn", "virtualenv", "yarl",
+)
+# fmt: on
+"""Packages whose licences and descriptions are read."""
+
+PROGRAMS = ("attrs", "click", "httpx", "packaging", "rich", "sortedcontainers", "starlette")
+"""Packages whose Python sources are read."""
+
+_LICENCE = re.compile(r"dist-info/.*(licen[cs]e|copying|notice|authors)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TrainingTexts:
+    """Documents and programs, each a text of its own."""
+
+    documents: tuple[str, ...]
+    programs: tuple[str, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all of them, in order."""
+        everything = "\0".join((*self.documents, "", *self.programs))
+        return hashlib.sha256(everything.encode()).hexdigest()
+
+
+def installed_texts() -> TrainingTexts:
+    """What the installed packages have.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: one is missing; `pip install -c constraints.txt
+            -e .[dev]` installs them all.
+    """
+    packages = [distribution(name) for name in DOCUMENTED]
+    documents = [text for package in packages for text in _documents(package)]
+    programs = [text for name in PROGRAMS for text in _files(distribution(name), r"\.py$")]
+    return TrainingTexts(tuple(dict.fromkeys(documents)), tuple(programs))
+
+
+def _documents(package: Distribution) -> Iterator[str]:
+    yield str(package.metadata.get_payload() or package.metadata.get("Description"))  # type: ignore[attr-defined]
+    yield from _files(package, _LICENCE)
+
+
+def _files(package: Distribution, pattern: str | re.Pattern[str]) -> Iterator[str]:
+    """Texts of a package's files by name, in the order of their names."""
+    for file in sorted(package.files or (), key=str):
+        if re.search(pattern, str(file)):
+            text = file.read_text(encoding="utf-8")
+            if text.strip():
+                yield text
