@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
+LOAD_TESTERS := .venv-load-testers/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo test test-slow check format clean
+.PHONY: help serve stop demo guidellm aiperf test test-slow check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -18,6 +19,12 @@ stop: $(RUNTIME) ## drain and stop the server
 
 demo: $(RUNTIME) ## send the question again
 	@$(BIN)/csps demo $(ARGS)
+
+guidellm: $(LOAD_TESTERS) ## load-test the running server with guidellm
+	@.venv-load-testers/bin/python benchmarks/load_testers.py $@ $(ARGS)
+
+aiperf: $(LOAD_TESTERS) ## load-test the running server with aiperf
+	@.venv-load-testers/bin/python benchmarks/load_testers.py $@ $(ARGS)
 
 test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(ARGS)
@@ -37,7 +44,7 @@ format: $(DEV) ## let ruff repair what it can
 
 clean: ## stop the server, remove the environment and what the server has left behind
 	@if [ -e run/ray.json ]; then $(MAKE) --no-print-directory stop; fi
-	rm -rf .venv run build dist
+	rm -rf .venv .venv-load-testers run build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -51,3 +58,12 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(RUNTIME)
+
+# In an environment of their own: their requirements contradict constraints.txt. torch as there,
+# because an open range takes gigabytes of CUDA.
+$(LOAD_TESTERS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-load-testers
+	.venv-load-testers/bin/pip install --quiet --disable-pip-version-check \
+	  $$(grep '^torch==' constraints.txt) $$(.venv-load-testers/bin/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['load-testers'])")
+	@touch $@
