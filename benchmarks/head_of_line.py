@@ -42,7 +42,8 @@ def main() -> None:
         settings = {
             "model": str(model),
             "served_model_name": "wide",
-            "prefill": {"instances": 2, "spt_tokens": args.long // 2},
+            "prefill": {"instances": 2},
+            "scheduling": {"spt_tokens": args.long // 2},
         }
         with deployed(settings) as url, httpx.Client(base_url=url) as client:
             _round(client, args, 0)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import PlainValidator, model_validator
 
+from csps.protocols.csa import ALL_QUERIES
+from csps.protocols.csa_settings import ntp_only
 from csps.protocols.json_object import JsonObject, above, between, fail, shown
 from csps.protocols.topology import MAX_LEVELS
 
@@ -85,6 +87,23 @@ class _CsaOptions(JsonObject):
         if self.levels and given > self.levels:
             what = f"must be at most {self.levels} by level, as 'levels' says"
             fail(f"{what}, got {given}", "micro_partitions")
+        return self
+
+    @model_validator(mode="after")
+    def _compatible(self) -> Self:
+        if self.importance_layer == "same" and self.importance_window == ALL_QUERIES:
+            fail(
+                "must be 1 or more with 'importance_layer': 'same', because what all queries "
+                "attend to is known only when the layer is over",
+                "importance_window",
+            )
+        only = ntp_only(
+            nested=self.nested,
+            decode_kept_only=self.decode_kept_only,
+            importance_layer=self.importance_layer,
+        )
+        if self.strategy in ("tp", "tp_flat") and only is not None:
+            fail(f"must be 'ntp' with {only}, not '{self.strategy}'", "strategy")
         return self
 
 

@@ -1,15 +1,25 @@
-"""What a request asks for and what the configurator answers: objective in, configuration out."""
+"""What a request asks for, and what became of it: objective in, plan out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from csps.protocols.csa_template import CsaTemplate, CsaVariant
+import msgspec
+
+from csps.protocols.csa import CsaPlan
+from csps.protocols.csa_settings import Architecture, CsaSettings
 
 Attention = Literal["auto", "exact", "csa"]
-Architecture = Literal["ntp", "tp", "tp_flat"]
-"""SP-NTP; SP-TP with hierarchical collectives, or with flat ones for comparison (CSPS §3.2.1)."""
+
+ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
+"""Sparse attention's architectures as `actors/strategies/choice.py` names them."""
+EXACT, SPARSE = "ulysses", "csa"
+"""Strategies of requests about which nothing has been compared yet."""
+AUTO = "auto"
+"""The class of requests that ask for nothing of their own: exact, by whichever strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,47 +31,77 @@ class Objective:
     """Fraction in [0, 1]; None with kind "ttft" means none is allowed."""
     max_ttft_ms: float | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class CsaOptions:
-    """What a client fixes of its sparse attention; None leaves it to the configurator."""
-
-    levels: int | None = None
-    """N_v."""
-    drop_ratios: tuple[tuple[float, ...], ...] | None = None
-    """p of level 2, in [0, 1), by layer, the last one's for all further layers: one for all KV
-    heads, or one per KV head."""
-    micro_partitions: tuple[tuple[int, ...], ...] | None = None
-    """M by layer and by level, the last one's for all further ones."""
-    strategy: Architecture | None = None
-    variant: CsaVariant = field(default_factory=CsaVariant)
+    @property
+    def bounded(self) -> bool:
+        """Whether either bound was set."""
+        return self.max_accuracy_loss is not None or self.max_ttft_ms is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """`plan`: everything the configurator needs to know about one request."""
+@dataclass(frozen=True)
+class RequestClass:
+    """How a request may attend. Requests of one class can share a step, and the cost table has one
+    row for all of them."""
 
-    prompt_tokens: int
-    objective: Objective = Objective()
-    attention: Attention = "auto"
-    csa: CsaOptions = CsaOptions()
-    """Looked at with attention "csa" only."""
-    locations: tuple[str, ...] = ()
-    """Rack-Server-GPU ids of the prefill instances' first ranks; none while there is no gang."""
-    tp: int = 1
-    """Ranks of each of them."""
+    csa: CsaSettings | None = None
+    """Sparse attention as asked for; None is exact."""
+
+    @cached_property
+    def key(self) -> str:
+        """The scheduler's name of the class: what it runs by while its bucket of the cost table is
+        cold, and a digest of the rest."""
+        if self.csa is None:
+            return AUTO
+        digest = hashlib.sha256(msgspec.json.encode(self.csa, order="deterministic"))
+        fixed = self.csa.strategy
+        cold = SPARSE if fixed is None else ENGINE_NAMES[fixed]
+        return f"{cold}/{digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a request's prefill attends; `reason` is for people."""
+    """How a request's prefill attends on the group that it has got; `reason` is for people."""
 
     attention: Literal["exact", "csa"] = "exact"
-    strategy: str = "ulysses"
+    strategy: str = EXACT
     """By the engine's names (`actors/strategies/choice.py`)."""
-    csa: CsaTemplate | None = None
+    csa: CsaPlan | None = None
     """With attention "csa"; and, with one exact level, for exact SP-TP, which needs to know where
     its group stands."""
     predicted_ttft_ms: float | None = None
     predicted_accuracy_loss: float | None = None
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyQuestion:
+    """How shall requests of a class attend on groups of a shape? A bucket of the cost table."""
+
+    csa: CsaSettings | None
+    """Of the class."""
+    servers: tuple[int, ...]
+    """Instances of the group on each server, in topology order."""
+    tp: int
+    tokens: int
+    """A length in the middle of the bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyQuestions:
+    """`strategies`, to the configurator, in the background: no request waits for the answer."""
+
+    asked: tuple[StrategyQuestion, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyChoice:
+    """A strategy by the engine's name (`actors/strategies/choice.py`), and why, for people."""
+
+    strategy: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyChoices:
+    """The answer, in the order of the questions."""
+
+    chosen: tuple[StrategyChoice, ...]

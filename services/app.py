@@ -16,7 +16,7 @@ from csps.services.credentials import cluster_secret
 from csps.services.gangs import GangRank
 from csps.services.registry import Registry
 from csps.services.replicas import only_one
-from csps.services.router import Router
+from csps.services.router.deployment import Router
 from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
 MANY = 100_000
@@ -24,9 +24,9 @@ MANY = 100_000
 SHELL_CPUS = 0.05
 """Router, configurator and registry wait most of the time."""
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
-"""The router's HTTP server and what it serves share an event loop. On threads of their own, as Serve
-has it by default, every write of every stream would cross from one to the other: a task, a wake-up
-through a pipe and a fight for the interpreter, as much again as everything else."""
+"""The router's HTTP server and what it serves share an event loop. On threads of their own, as
+Serve has it by default, every write of every stream would cross from one to the other: a task, a
+wake-up through a pipe and a fight for the interpreter, as much again as everything else."""
 GRACE_S = 10.0
 """For a replica to close after the server has drained."""
 

@@ -1,4 +1,4 @@
-"""Serve deployment that answers "how shall this request's prefill attend?"."""
+"""Serve deployment that fills in the router's cost table: how shall prefills attend?"""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 from opentelemetry import trace
 from ray.serve.handle import DeploymentHandle
 
-from csps.configurator.expected_group import PartitionSizes
-from csps.configurator.rules import RuleConfigurator
 from csps.configurator.shapes import AttentionShape
-from csps.protocols.plans import Plan, PlanRequest
+from csps.configurator.strategy_rules import StrategyRules
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.schema import pack, unpack
@@ -21,55 +20,47 @@ from csps.services.node import listen_host
 from csps.services.settings import Settings
 
 CONNECT_DEADLINE_S = 10.0
-PLAN_DEADLINE_S = 5.0
-"""Of the call; the dispatcher waits less for advice."""
+ANSWER_DEADLINE_S = 5.0
+"""Of the call. No request waits for it."""
 CLOSE_GRACE_S = 1.0
 
 _TRACER = trace.get_tracer("csps.configurator")
 
 
 class Configurator:
-    """Shell around a planner of the `configurator` room.
+    """Shell around the rules of the `configurator` room.
 
-    It is asked over RPC, not through its Serve handle: every request waits for its plan, and the
-    way through the handle takes milliseconds.
+    It is asked over RPC, like everything else that is not Ray's own business.
     """
 
     async def __init__(self, settings: Settings, secret: ClusterSecret) -> None:  # type: ignore[misc]
         self._flush_spans = telemetry.install("csps-configurator", settings.telemetry)
-        self._planner = make_configurator(settings)
-        self._rpc = RpcServer({"plan": self._plan}, secret=secret.value)
+        self._rules = make_rules(settings)
+        self._rpc = RpcServer({"strategies": self._strategies}, secret=secret.value)
         self._address = await self._rpc.start(listen_host(settings))
 
     async def address(self) -> tuple[str, int]:
-        """Where to ask for plans."""
+        """Where to ask."""
         return self._address
 
-    def _plan(self, payload: Any, peer: Peer) -> dict[str, Any]:
+    def _strategies(self, payload: Any, peer: Peer) -> dict[str, Any]:
+        questions = unpack(StrategyQuestions, payload)
         with _TRACER.start_as_current_span("configure") as span:
-            plan = self._planner.plan(unpack(PlanRequest, payload))
-            span.set_attributes(
-                {"csps.plan.attention": plan.attention, "csps.plan.strategy": plan.strategy}
-            )
-        return pack(plan)
+            span.set_attribute("csps.configurator.buckets", len(questions.asked))
+            return pack(self._rules.answer(questions))
 
     async def __del__(self) -> None:
         await self._rpc.close(CLOSE_GRACE_S)
         self._flush_spans()
 
 
-def make_configurator(settings: Settings) -> RuleConfigurator:
-    """The planner with the sizes of the model, and with those that the operator set.
+def make_rules(settings: Settings) -> StrategyRules:
+    """The rules for the model, and for the links that the operator has measured.
 
     Raises:
         CheckpointError: the model's directory does not say.
     """
-    prefill = settings.prefill
-    return RuleConfigurator(
-        attention_shape(settings),
-        sizes=PartitionSizes(spt_tokens=prefill.spt_tokens, short_tokens=prefill.short_tokens),
-        link_ratio=settings.topology.link_ratio,
-    )
+    return StrategyRules(attention_shape(settings), link_ratio=settings.topology.link_ratio)
 
 
 def attention_shape(settings: Settings) -> AttentionShape:
@@ -93,7 +84,7 @@ def attention_shape(settings: Settings) -> AttentionShape:
 
 
 class ConfiguratorClient:
-    """Asks the configurator for plans, and finds it again after it was replaced."""
+    """Asks the configurator, and finds it again after it was replaced."""
 
     def __init__(self, handle: DeploymentHandle[Configurator], secret: ClusterSecret) -> None:
         self._handle = handle
@@ -101,18 +92,18 @@ class ConfiguratorClient:
         self._client: RpcClient | None = None
         self._connecting = asyncio.Lock()
 
-    async def plan(self, request: PlanRequest) -> Plan:
-        """The plan for one request.
+    async def strategies(self, questions: StrategyQuestions) -> StrategyChoices:
+        """How requests shall attend, bucket by bucket.
 
         Raises:
-            InvalidRequest: it asks for what it cannot have.
-            CspsError: why there is none.
+            CspsError: why there is no answer.
         """
         client = await self._connected()
-        return unpack(Plan, await client.call("plan", pack(request), deadline_s=PLAN_DEADLINE_S))
+        answer = await client.call("strategies", pack(questions), deadline_s=ANSWER_DEADLINE_S)
+        return unpack(StrategyChoices, answer)
 
     async def connect(self) -> None:
-        """Connect ahead of the first request, which would have to wait for it."""
+        """Connect before there is anything to ask."""
         await self._connected()
 
     async def close(self) -> None:

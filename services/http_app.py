@@ -1,4 +1,4 @@
-"""The HTTP API as a Starlette application; knows the dispatcher, and nothing of Ray."""
+"""The HTTP API as a Starlette application; knows the request service, and nothing of Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from csps.services.metrics import Metrics
 from csps.services.reading_lanes import ReadingLanes
 from csps.services.request_trace import RequestTrace
 from csps.services.running import Generation, Running
-from csps.services.scheduling.capacity import Capacity
+from csps.services.scheduling.fit import Fit
 from csps.services.streaming import EventStream
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -43,7 +43,7 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Engine(Protocol):
-    """What the API needs of whoever runs requests: `services.dispatch.Dispatcher`."""
+    """What the API needs of whoever runs requests: `services.router.service.RequestService`."""
 
     def check_room(self) -> None:
         """Raise `QueueFull` if any request would be refused now."""
@@ -54,8 +54,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def capacity(self) -> Capacity | None:
-        """Of the gangs; None before they are known."""
+    def fit(self) -> Fit | None:
+        """What fits the gangs; None before there were any."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class Api:
             body = await read_body(
                 request, self.max_body_bytes, grown=held.grown, deadlines=self.intake.deadlines
             )
-            arrival = Arrival(request_id=request_id, slo=slo, capacity=self.engine.capacity)
+            arrival = Arrival(request_id=request_id, slo=slo, fit=self.engine.fit)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
             trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
             try:
@@ -168,9 +168,9 @@ class Api:
         return exchange, accepted.request.stream
 
     def _card(self) -> ModelCard:
-        longest, capacity = self.intake.max_positions, self.engine.capacity
-        if capacity is not None:
-            longest = min(longest, capacity.promised)
+        longest, fit = self.intake.max_positions, self.engine.fit
+        if fit is not None:
+            longest = min(longest, fit.promised)
         return ModelCard(id=self.intake.model, created=_STARTED, max_model_len=longest)
 
 

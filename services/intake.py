@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from csps.models.chat_template import ChatTemplate, read_chat_template
 from csps.models.spec import ModelSpec, read_spec
 from csps.models.tokenizer import Tokenizer
-from csps.protocols.csa_template import CsaVariant
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.csps_options import CspsOptions
 from csps.protocols.errors import (
     ContextLengthExceeded,
@@ -29,9 +29,9 @@ from csps.protocols.openai import (
     GenerationRequest,
     parse_request,
 )
-from csps.protocols.plans import CsaOptions, Objective
+from csps.protocols.plans import Objective
 from csps.services.running import Generation
-from csps.services.scheduling.capacity import Capacity
+from csps.services.scheduling.fit import Fit
 from csps.services.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Arrival:
 
     request_id: str
     slo: Slo = Slo()
-    capacity: Capacity | None = None
-    """Of the gangs, once they are known."""
+    fit: Fit | None = None
+    """What fits the gangs, once they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class Intake:
         self._default_max_tokens = settings.default_max_tokens
         self.deadlines = settings.http
         """For a body to come."""
+        self._deadline_s = settings.deadlines.request_s
 
     def completion(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/completions`.
@@ -116,16 +117,17 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         ids = np.asarray(prompt, np.int32)
         self._check_prompt(ids)
-        max_tokens = self._max_tokens(request, len(prompt), arrival.capacity)
+        max_tokens = self._max_tokens(request, len(prompt), arrival.fit)
         generation = Generation(
             request_id=arrival.request_id,
             prompt=ids,
             sampling=self._sampling(request, max_tokens, alternatives),
             objective=objective(request.csps),
             attention=request.csps.attention,
-            csa=csa_options(request.csps),
+            csa=csa_settings(request.csps) if request.csps.attention == "csa" else None,
             slo_ttft_ms=arrival.slo.ttft_ms,
             slo_tpot_ms=arrival.slo.tpot_ms,
+            deadline_s=self._deadline_s,
         )
         return Accepted(request=request, generation=generation)
 
@@ -160,14 +162,12 @@ class Intake:
             raise InvalidRequest("the messages make an empty prompt", param="messages")
         return text
 
-    def _max_tokens(
-        self, request: GenerationRequest, prompt_tokens: int, capacity: Capacity | None
-    ) -> int:
+    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int, fit: Fit | None) -> int:
         """How many tokens the answer may have: as asked for, or as many as fit."""
         room = self.max_positions - prompt_tokens
         wanted = request.output_limit
         if wanted is None:
-            longest = room if capacity is None else capacity.longest_answer(prompt_tokens)
+            longest = room if fit is None else fit.longest_answer(prompt_tokens)
             wanted = max(1, min(self._default_max_tokens, room, longest))
         if wanted > room:
             raise ContextLengthExceeded(
@@ -224,16 +224,14 @@ def objective(options: CspsOptions) -> Objective:
     )
 
 
-def csa_options(options: CspsOptions) -> CsaOptions:
-    """What the client fixes of its sparse attention."""
-    variant = {field.name: getattr(options, field.name) for field in fields(CsaVariant)}
-    return CsaOptions(
-        levels=options.levels,
-        drop_ratios=options.drop_ratio,
-        micro_partitions=options.micro_partitions,
-        strategy=options.strategy,
-        variant=CsaVariant(**{name: it for name, it in variant.items() if it is not None}),
-    )
+def csa_settings(options: CspsOptions) -> CsaSettings:
+    """What the client fixes of its sparse attention; what it leaves open drops nothing."""
+    names = {field.name for field in fields(CsaSettings)} - {"drop_ratios"}
+    given = {name: getattr(options, name) for name in names}
+    settings = CsaSettings(**{name: it for name, it in given.items() if it is not None})
+    if options.drop_ratio is None:
+        return settings
+    return replace(settings, drop_ratios=options.drop_ratio)
 
 
 def read_slo(headers: Mapping[str, str]) -> Slo:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol, get_args
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,6 +11,7 @@ from csps.protocols.errors import RequestError, TransferError
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import FinishReason
 from csps.services.running import Running, Timings
+from csps.services.scheduling.scheduler import Counts
 
 LATENCY_BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560,
@@ -25,19 +25,16 @@ TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
 
 
 class Load(Protocol):
-    """What gauges show of the dispatcher."""
+    """What gauges show of the request service."""
 
     @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
+    def counts(self) -> Counts: ...
     @property
     def ready(self) -> bool: ...
-    def kv_usage(self, role: GangRole) -> float: ...
 
 
 class Metrics:
-    """All series of one router; an `Observer` of its dispatcher."""
+    """All series of one router; an `Observer` of its requests."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -51,8 +48,8 @@ class Metrics:
 
     def watch(self, load: Load) -> None:
         """Gauges that are read when somebody scrapes."""
-        self._gauge("num_requests_running", "Requests with a place.", lambda: load.running)
-        self._gauge("num_requests_waiting", "Requests in the line.", lambda: load.waiting)
+        self._gauge("num_requests_running", "Requests with a place.", lambda: load.counts.running)
+        self._gauge("num_requests_waiting", "Requests in the line.", lambda: load.counts.waiting)
         self._gauge("ready", "1 when both gangs are there.", lambda: load.ready)
         usage = Gauge(
             "csps:kv_cache_usage_perc",
@@ -60,17 +57,21 @@ class Metrics:
             ("model_name", "role"),
             registry=self.registry,
         )
-        for role in get_args(GangRole):
-            usage.labels(**self._labels, role=role).set_function(partial(load.kv_usage, role))
+        for role, read in (
+            ("prefill", lambda: load.counts.prefill_kv),
+            ("decode", lambda: load.counts.decode_kv),
+        ):
+            usage.labels(**self._labels, role=role).set_function(read)
 
     def _counters(self) -> None:
         count = self._counter
         self._prompt_tokens = count("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generation_tokens = count("generation_tokens", "Tokens drawn.")
+        drawn = count("generation_tokens", "Tokens drawn.")
+        self._generation_tokens = drawn.labels(**self._labels)
         self._success = count("request_success", "Finished requests.", "finished_reason")
         self._failures = count("request_failures", "Requests that ended in an error.", "code")
         self._refused = count("requests_refused", "Requests that were not admitted.", "code")
-        self._retries = count("request_retries", "Attempts repeated after a gang was lost.")
+        self._retries = count("request_retries", "Attempts repeated after a fault of the cluster.")
         self._gangs_lost = count("gangs_lost", "Gangs lost with what they held.", "role")
         self._transfer_failures = count("num_transfer_failed_reqs", "Requests whose KV got lost.")
         self._slo = count("request_slo", "Finished requests with an objective.", "slo", "met")
@@ -87,7 +88,7 @@ class Metrics:
             TOKEN_LATENCY_BUCKETS,
         )
         self._e2e = seconds("e2e_request_latency_seconds", "Submission to last token.")
-        self._queue = seconds("request_queue_time_seconds", "Planned until prefill began.")
+        self._queue = seconds("request_queue_time_seconds", "Waiting for a place.")
         self._prefill = seconds("request_prefill_time_seconds", "Prefill until the first token.")
         self._transfer = seconds("kv_transfer_wait_seconds", "First token until the KV was there.")
         self._decode = seconds("request_decode_time_seconds", "Hand-over until the last token.")
@@ -116,13 +117,13 @@ class Metrics:
 
     def first_token(self, running: Running) -> None:
         """The time that people wait for."""
-        self._generation_tokens.labels(**self._labels).inc()
+        self._generation_tokens.inc()
         _observe(self._ttft, running.timings.ttft_s)
         _observe(self._prefill, running.timings.prefill_s)
 
     def token(self, running: Running, gap_s: float) -> None:
         """In the token path: one increment, one observation."""
-        self._generation_tokens.labels(**self._labels).inc()
+        self._generation_tokens.inc()
         self._gap.observe(gap_s)
 
     def retried(self, running: Running, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""What the dispatcher tells the metrics."""
+"""What the router tells the metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Observer(Protocol):
         """Not admitted."""
 
     def started(self, running: Running) -> None:
-        """The prefill job was sent; `running.timings.queue_s` is known."""
+        """An attempt's first step was sent; `running.timings.queue_s` is known."""
 
     def first_token(self, running: Running) -> None:
         """`running.timings.ttft_s` and `prefill_s` are known."""
@@ -28,7 +28,7 @@ class Observer(Protocol):
         """A later token, `gap_s` after the one before."""
 
     def retried(self, running: Running, error: Exception) -> None:
-        """An attempt was lost before its first token; the request waits again."""
+        """An attempt was lost to a fault of the cluster; the request waits again."""
 
     def finished(self, running: Running, reason: FinishReason) -> None:
         """The end of the answer, or its withdrawal; all timings are known."""

@@ -22,10 +22,10 @@ def record_spans(running: Running) -> None:
     if not trace.get_current_span(running.context).get_span_context().trace_flags.sampled:
         return
     marks = running.marks
-    _record(running, "plan", marks.submitted, marks.planned, _plan_attributes(running))
-    _record(running, "queue", marks.queued, marks.launched, {})
-    _record(running, "prefill", marks.launched, marks.first_token, _prefill_attributes(running))
-    _record(running, "transfer", marks.first_token, marks.joined, _transfer_attributes(running))
+    _record(running, "queue", marks.queued, marks.placed, {})
+    _record(running, "plan", marks.placed, marks.launched, _plan_attributes(running))
+    _record(running, "prefill", marks.launched, marks.prefilled, _prefill_attributes(running))
+    _record(running, "transfer", marks.prefilled, marks.joined, _transfer_attributes(running))
     _record(running, "decode", marks.joined, marks.last_token, _decode_attributes(running))
 
 

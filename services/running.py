@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,13 +17,11 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from csps.protocols import trace_context
-from csps.protocols.csa import CsaPlan
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
-from csps.protocols.plans import Attention, CsaOptions, Objective, Plan
+from csps.protocols.plans import Attention, Objective, Plan, RequestClass
 
-State = Literal[
-    "admitted", "queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"
-]
+State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +34,17 @@ class Generation:
     sampling: Sampling
     objective: Objective = field(default_factory=Objective)
     attention: Attention = "auto"
-    csa: CsaOptions = field(default_factory=CsaOptions)
+    csa: CsaSettings | None = None
+    """With attention "csa"."""
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     deadline_s: float | None = None
     """Seconds after submission when the request fails if it has not finished; None waits."""
+
+    @cached_property
+    def cls(self) -> RequestClass:
+        """What it shares with requests that can run in one step with it."""
+        return RequestClass(self.csa)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or not self.prompt.size:
@@ -69,13 +74,14 @@ class Timings:
     `ttft_s` and `total_s` count from submission, over all attempts.
     """
 
-    plan_s: float | None = None
     queue_s: float | None = None
-    """From planned until the prefill job was sent; the decode reservation is part of it."""
+    """Waiting for a place."""
+    plan_s: float | None = None
+    """From the place until the first step was sent: decode slots are reserved meanwhile."""
     prefill_s: float | None = None
-    """From the job's sending to the first token."""
+    """From the first step's sending to its token."""
     transfer_s: float | None = None
-    """From the first token until all KV had landed: the part of the transfer that shows."""
+    """From that token until all KV had landed: the part of the transfer that shows."""
     decode_s: float | None = None
     """From the hand-over to decode until the last token."""
     ttft_s: float | None = None
@@ -117,11 +123,16 @@ class Marks:
     """When (`time.monotonic()`) an attempt reached each state."""
 
     submitted: float = field(default_factory=time.monotonic)
-    planned: float | None = None
-    queued: float | None = None
-    """Entered the queue: `planned`, or the loss of the previous attempt."""
+    queued: float = field(default_factory=time.monotonic)
+    """Entered the queue: `submitted`, or the loss of the previous attempt."""
+    placed: float | None = None
+    """The scheduler has found a place; decode slots are asked for."""
     launched: float | None = None
+    """The attempt's first step was sent."""
+    prefilled: float | None = None
+    """Its prefill has drawn a token."""
     first_token: float | None = None
+    """Of the answer, whichever attempt it came from."""
     joined: float | None = None
     """All KV had landed and decode was told to go on."""
     last_token: float | None = None
@@ -141,10 +152,11 @@ class Running:
         self.generation = generation
         self.number = number
         """Order of admission; a retry keeps it, and with it its place in the queue."""
-        self.state: State = "admitted"
+        self.sequence: int | None = None
+        """The last attempt, by the name that ranks know it by."""
+        self.state: State = "queued"
         self.plan: Plan | None = None
-        self.csa: CsaPlan | None = None
-        """What became of `plan.csa` on the group of the last attempt."""
+        """Of the last attempt, once its first step was sent."""
         self.placement: Placement | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -154,10 +166,9 @@ class Running:
         """OpenTelemetry context of the submitter: the request's span."""
         self.carrier = trace_context.inject()
         """The same, as it travels."""
-        self.lone_losses = 0
-        """Prefill gangs that died while they computed this request and no other."""
         self._on_cancel = on_cancel
         self._tokens: deque[TokenDrawn] = deque()
+        self._drawn: list[int] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -166,9 +177,10 @@ class Running:
         return self.state in ("finished", "failed")
 
     @property
-    def streamed(self) -> bool:
-        """A token was handed out, so that the request cannot be started over unnoticed."""
-        return self.timings.tokens > 0
+    def drawn_tokens(self) -> NDArray[np.int32]:
+        """Tokens of the answer so far. An attempt after a fault computes them again, as a part of
+        its prompt, and goes on with the next one."""
+        return np.asarray(self._drawn, np.int32)
 
     def cancel(self, reason: FinishReason = "cancelled") -> None:
         """Stop the work everywhere. `reason` "stop": the caller found a stop string.
@@ -220,27 +232,43 @@ class Running:
     ) -> None:
         self.cancel()
 
-    # --- the dispatcher's side ---
+    # --- the router's side ---
 
     def begin_attempt(self) -> None:
-        """Enter the queue, for the first time or again."""
+        """Wait for a place again; times of what the answer has already reached stay."""
         self.state = "queued"
         marks = self.marks
         self.marks = Marks(
-            submitted=marks.submitted, planned=marks.planned, queued=time.monotonic()
+            submitted=marks.submitted,
+            queued=time.monotonic(),
+            first_token=marks.first_token,
+            last_token=marks.last_token,
         )
 
+    def launched_at(self, now: float) -> None:
+        """The attempt's first step was sent."""
+        self.state = "prefill"
+        marks = self.marks
+        marks.launched = now
+        placed = marks.placed or now
+        self.timings.queue_s = placed - marks.queued
+        self.timings.plan_s = now - placed
+
     def first_token_at(self, now: float) -> None:
-        """The first token was drawn; its KV may still be on the way."""
-        self.state = "landing"
+        """The first token of the answer was drawn; its KV may still be on the way."""
         self.marks.first_token = now
         self.timings.ttft_s = now - self.marks.submitted
+
+    def prefilled_at(self, now: float) -> None:
+        """The attempt's prefill has drawn its token, the first one or one after a fault."""
+        self.state = "landing"
+        self.marks.prefilled = now
         self.timings.prefill_s = now - (self.marks.launched or now)
 
     def handed_over_at(self, now: float) -> None:
         """All KV has landed, and decode was told."""
         self.marks.joined = now
-        self.timings.transfer_s = now - (self.marks.first_token or now)
+        self.timings.transfer_s = now - (self.marks.prefilled or now)
 
     def close_timings(self, now: float) -> None:
         """The request has ended."""
@@ -252,6 +280,8 @@ class Running:
 
     def deliver(self, token: TokenDrawn) -> None:
         """Hand a token to the reader."""
+        self.timings.tokens += 1
+        self._drawn.append(token.token)
         self._tokens.append(token)
         self._wake()
 
@@ -272,15 +302,7 @@ class Running:
     def explain(self) -> dict[str, Any]:
         """What the extension field `csps.explain` answers: plan, placement, timings."""
         return {
-            "plan": self._plan_in_effect() if self.plan else None,
+            "plan": asdict(self.plan) if self.plan else None,
             "placement": asdict(self.placement) if self.placement else None,
             "timings": asdict(self.timings),
         }
-
-    def _plan_in_effect(self) -> dict[str, Any]:
-        """The plan; once a job was sent, with its sparse attention as the job has it."""
-        assert self.plan is not None
-        if self.csa is None or self.plan.csa is None:
-            return asdict(self.plan)
-        reason = "; ".join((self.plan.reason, *self.plan.csa.shortfalls(self.csa)))
-        return {**asdict(self.plan), "csa": asdict(self.csa), "reason": reason}

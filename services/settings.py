@@ -16,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.protocols.topology import Topology
+from csps.services.scheduling.policies.choice import make_policy
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Duration = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -29,7 +31,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
+        if isinstance(data, Mapping) and cls.model_config.get("extra") == "forbid":
             for key in data:
                 if key not in cls.model_fields:
                     hint = nearest(str(key), cls.model_fields)
@@ -62,14 +64,9 @@ class PrefillSettings(GangSettings):
 
     kv_slots: Count = 40_960
     """Tokens whose KV an instance can hold while prompts are computed."""
-    spt_tokens: Count = 4_096
-    """Aim for sequence partitions of this many tokens: a longer prompt takes more instances."""
-    short_tokens: Count = 1_024
-    """Prompts up to this length may run inside a longer one: between two parts of a layer, with
-    `tp` > 1 between two layers."""
     progress_deadline_s: Seconds = 180.0
-    """A gang is replaced when the instances of a job, and those that they wait for, were silent for
-    so long. Ranks at work tell about once a second, or once for a part of a layer that takes
+    """A gang is replaced when the instances of a step, and those that they wait for, were silent
+    for so long. Ranks at work tell about once a second, or once for a part of a layer that takes
     longer, however long the prompt is."""
 
 
@@ -78,10 +75,43 @@ class DecodeSettings(GangSettings):
 
     kv_slots: Count = 65_536
     """Tokens whose KV an instance can hold; a request may be spread over several."""
-    spread_tokens: Count = 8_192
-    """Prompts longer than this are spread over several instances."""
-    max_batch: Count = 64
-    """Requests that decode at the same time."""
+    silence_deadline_s: Seconds = 120.0
+    """A gang is replaced when it owes tokens or slots and was silent for so long."""
+
+
+class SchedulingSettings(Section):
+    """Which policy decides what starts where, and what it is told (`docs/scheduling.md`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    policy: str = "csps"
+    """Its name. All other keys of this section are the policy's own options."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the policy is told."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="after")
+    def _policy_takes_the_options(self) -> Self:
+        make_policy(self.policy, self.options)
+        return self
+
+
+class DeadlineSettings(Section):
+    """How long a request's ways inside the cell may take. What has to be transferred counts: a
+    deadline is a base, and so much more for every thousand tokens of the prompt."""
+
+    reserve_s: Seconds = 10.0
+    """For decode instances to set slots aside."""
+    reserve_s_per_1k_tokens: Duration = 0.01
+    landing_s: Seconds = 60.0
+    """From the prefill's last token until all KV is where it decodes."""
+    landing_s_per_1k_tokens: Duration = 1.0
+    gang_recovery_s: Seconds = 60.0
+    """A request waits so long for lost gangs to be replaced."""
+    request_s: Seconds | None = None
+    """A request that has not finished so long after its submission fails; None waits."""
 
 
 class QueueSettings(Section):
@@ -91,7 +121,8 @@ class QueueSettings(Section):
     max_waiting_tokens: Count = 4_194_304
     """Sum of prompt and answer tokens of all waiting requests."""
     max_attempts: Count = 3
-    """Times a request that has streamed nothing is tried when gangs are lost under it."""
+    """Times a request is tried when the cluster fails under it; one that has streamed goes on with
+    its next token."""
 
 
 class HttpSettings(Section):
@@ -164,8 +195,10 @@ class Settings(Section):
     Where it is missing, the coefficients that come with csps stand in."""
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
+    scheduling: SchedulingSettings = SchedulingSettings()
     queue: QueueSettings = QueueSettings()
     http: HttpSettings = HttpSettings()
+    deadlines: DeadlineSettings = DeadlineSettings()
     topology: TopologySettings = TopologySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -1,4 +1,4 @@
-"""A stand-in for the dispatcher: answers what a test scripted, when the test lets it."""
+"""A stand-in for the request service: answers what a test scripted, when the test lets it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.messages import TokenDrawn, TokenLogprob
 from csps.services.running import Generation, Running
-from csps.services.scheduling.capacity import Capacity
+from csps.services.scheduling.fit import Fit
 
 
 class FakeEngine:
@@ -34,7 +34,7 @@ class FakeEngine:
         self.turns: asyncio.Semaphore | None = None
         """Taken before each burst."""
         self.trouble = ""
-        self.capacity: Capacity | None = None
+        self.fit: Fit | None = None
 
     def check_room(self) -> None:
         """There is always room, unless `submit` says otherwise."""
@@ -63,7 +63,6 @@ class FakeEngine:
                 return running.fail(self.failure)
             if running.ended:
                 return None
-            running.timings.tokens += 1
             running.deliver(token)
             if token.finish_reason is not None:
                 return running.finish(token.finish_reason)

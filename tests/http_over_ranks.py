@@ -1,7 +1,8 @@
-"""The HTTP API, the dispatcher and two real gangs, all in the test's own process."""
+"""The HTTP API, the request service and two real gangs, all in the test's own process."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -14,26 +15,28 @@ from gang_cell import ANSWER_S, SECRET, START_S, GangPlan
 from gang_threads import ThreadGang, eventually, thread_gang
 from live_server import serving
 
-from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.cluster import Cluster
+from csps.services.configurator import attention_shape
 from csps.services.credentials import ApiKeys
 from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.dispatch import Dispatcher
 from csps.services.generations import MemoryGenerations
 from csps.services.http_app import Api
 from csps.services.intake import Intake
 from csps.services.metrics import Metrics
-from csps.services.planning import Planner
-from csps.services.scheduling.decode_placement import DecodeRules
-from csps.services.scheduling.spt_policy import SptPolicy, SptRules
+from csps.services.router.cost_book import Configure, CostBook
+from csps.services.router.service import RequestService
+from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
 from csps.services.settings import Settings
 
-RULES = SptRules(spt_tokens=256, short_tokens=32)
+OPTIONS = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedGang(GangPlan):
-    """Ranks at the places that the dispatcher tells them apart by."""
+    """Ranks at the places that policies tell them apart by."""
 
     servers: int = 1
     """That share the instances evenly."""
@@ -49,17 +52,18 @@ class Served:
     """A server and everything behind it."""
 
     client: httpx.AsyncClient
-    dispatcher: Dispatcher
+    service: RequestService
+    costs: CostBook
     gangs: tuple[ThreadGang, ThreadGang]
 
     async def settled(self) -> None:
-        """All slots have come back, and neither a rank nor the dispatcher is broken."""
+        """All slots have come back, and neither a rank nor the service is broken."""
         ranks = [rank for gang in self.gangs for rank in gang.ranks]
         await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
         for rank in ranks:
             rank.check_health()
-        self.dispatcher.check_health()
-        self.dispatcher.check_integrity()
+        self.service.check_health()
+        self.service.check_integrity()
 
 
 @asynccontextmanager
@@ -69,22 +73,26 @@ async def served(
     kv_slots: int = 2048,
     prefill_tp: int = 1,
     prefill_servers: int = 1,
-    rules: SptRules = RULES,
-    planner: Planner | None = None,
+    policy: str = "csps",
+    options: dict[str, Any] | None = None,
+    configure: Configure | None = None,
 ) -> AsyncIterator[Served]:
     """Serves the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
-    planner all attention is exact."""
+    configurator all attention is exact."""
     async with AsyncExitStack() as stack:
         plan = partial(PlacedGang, model_dir=str(model_dir), instances=2, kv_slots=kv_slots)
         prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)
         prefill = await stack.enter_async_context(thread_gang(prefill_plan))
         decode = await stack.enter_async_context(thread_gang(plan(role="decode")))
-        dispatcher = await stack.enter_async_context(
-            _dispatcher(prefill, decode, rules, planner or _exact)
+        settings = Settings(model=str(model_dir), served_model_name="tiny")
+        costs = CostBook(CostTable(latencies=Unmeasured()), configure or _silent)
+        scheduler = Scheduler(make_policy(policy, options or OPTIONS), costs.costs)
+        service = await stack.enter_async_context(
+            _service(prefill, decode, scheduler, costs, settings)
         )
         api = Api(
-            intake=Intake(Settings(model=str(model_dir), served_model_name="tiny")),
-            engine=dispatcher,
+            intake=Intake(settings),
+            engine=service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),
             max_body_bytes=1_000_000,
@@ -92,26 +100,34 @@ async def served(
         url = await stack.enter_async_context(serving(api.app()))
         client = httpx.AsyncClient(base_url=url, timeout=ANSWER_S)
         await stack.enter_async_context(client)
-        yield Served(client=client, dispatcher=dispatcher, gangs=(prefill, decode))
+        if configure is not None:
+            await eventually(lambda: bool(costs.costs.table.buckets))
+        yield Served(client=client, service=service, costs=costs, gangs=(prefill, decode))
 
 
 @asynccontextmanager
-async def _dispatcher(
-    prefill: ThreadGang, decode: ThreadGang, rules: SptRules, planner: Planner
-) -> AsyncIterator[Dispatcher]:
+async def _service(
+    prefill: ThreadGang,
+    decode: ThreadGang,
+    scheduler: Scheduler,
+    costs: CostBook,
+    settings: Settings,
+) -> AsyncIterator[RequestService]:
     view = ClusterView(prefill=prefill.members, decode=decode.members)
     cluster = Cluster(
         StaticDirectory(view), secret=SECRET, router_id="test", generations=MemoryGenerations()
     )
-    policy = SptPolicy(rules, DecodeRules(spread_tokens=256))
-    dispatcher = Dispatcher(cluster=cluster, policy=policy, planner=planner)
+    shape = attention_shape(settings)
+    service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=shape)
     try:
-        await dispatcher.start()
-        await cluster.wait_ready(START_S)
-        yield dispatcher
+        await service.start()
+        async with asyncio.timeout(START_S):
+            await cluster.wait_ready(START_S)
+            await eventually(lambda: service.ready)
+        yield service
     finally:
-        await dispatcher.close(0.0)
+        await service.close(0.0)
 
 
-async def _exact(request: PlanRequest) -> Plan:
-    return Plan(reason="for tests")
+async def _silent(questions: StrategyQuestions) -> StrategyChoices:
+    raise LookupError("no configurator in this test")

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from csps.services.dispatch import Dispatcher
+from csps.services.scheduling.decode_placement import DecodeRules
+from csps.services.scheduling.spt_policy import SptPolicy, SptRules
 from gang_cell import SECRET
 
 from csps.protocols.gang_members import GangMembers, RankAddress
@@ -28,11 +31,8 @@ from csps.protocols.openai_responses import error_body
 from csps.protocols.plans import Plan, PlanRequest
 from csps.services.cluster import Cluster
 from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.dispatch import Dispatcher
 from csps.services.generations import FileGenerations
 from csps.services.running import Generation, Running
-from csps.services.scheduling.decode_placement import DecodeRules
-from csps.services.scheduling.spt_policy import SptPolicy, SptRules
 
 WAIT_S = 60.0
 

@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
 
 TENSORS = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, set[str] | None] = {
-    "protocols": {"msgpack", "pydantic", "pydantic_core", "opentelemetry", "uvloop"},
+    "protocols": {"msgpack", "msgspec", "pydantic", "pydantic_core", "opentelemetry", "uvloop"},
     "kernels": {"torch", "triton", "flash_attn"},
     "models": {*TENSORS, "tokenizers", "jinja2"},
     "actors": {*TENSORS, "opentelemetry", "uvloop"},

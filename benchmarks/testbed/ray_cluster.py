@@ -197,8 +197,8 @@ def serve_config(bed: Testbed, *, model: str, port: int) -> dict[str, Any]:
         "prefill": {
             "instances": RANKS_PER_SERVER * servers,
             "num_cpus": PREFILL_CPUS,
-            "spt_tokens": SPT_TOKENS,
         },
+        "scheduling": {"spt_tokens": SPT_TOKENS},
         "decode": {"instances": servers, "num_cpus": DECODE_CPUS},
     }
     application = {

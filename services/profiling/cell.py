@@ -63,7 +63,8 @@ class Cell:
         gangs = (self.prefill, self.decode)
         for gang in gangs:
             gang.lost.add_done_callback(lambda _: self._news.set())
-        await together(gang.attach(secret=secret, router_id="profile") for gang in gangs)
+        await together(gang.connect(secret=secret, router_id="profile") for gang in gangs)
+        await together(gang.attach(generation=1) for gang in gangs)
         store = self.decode.descriptions[0]
         connection = pack(
             ConnectBridge(

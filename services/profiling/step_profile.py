@@ -39,6 +39,10 @@ class Effort:
     """Nothing new is begun after so long."""
 
 
+MAX_BATCH = 64
+"""Requests that decode together: what policies allow by default."""
+
+
 class StepProfile:
     """One run of `csps profile steps`."""
 
@@ -79,7 +83,7 @@ class StepProfile:
             self._limits(settings.decode),
             quick=quick,
             answer=self._effort.iterations,
-            max_batch=settings.decode.max_batch,
+            max_batch=MAX_BATCH,
             max_prompt=settings.prefill.instances * (settings.prefill.kv_slots - 1),
         )
         known = Counter() if self._effort.again else Counter(map(_key, self._base.rows(StepRow)))

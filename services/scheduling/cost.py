@@ -3,8 +3,9 @@
 Loss of accuracy and time both depend on the group, so a policy that compares groups compares each
 at its own cheapest allowed strategy. A table answers: latency models for the times, and for every
 class of requests, group shape and bucket of lengths the strategies that the class allows there.
-A bucket that nobody has filled in is *cold*: it answers exact attention and is remembered, so that
-the configurator can fill it in the background; the next table is put in force by its digest.
+A bucket that nobody has filled in is *cold*: it answers what its class begins with and is
+remembered, so that the configurator can fill it in the background; the next table is put in force
+by its digest.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class CostTable:
         """The cheapest strategy that a class allows for `length` tokens after `history`."""
         allowed = self._allowed(cls, shape, length)
         if allowed is None:
-            time_ns = self._time_ns(Allowed(EXACT_STRATEGY), shape, history, length)
-            return Choice(time_ns, EXACT_STRATEGY, cold=True)
+            strategy = cold_strategy(cls)
+            time_ns = self._time_ns(Allowed(strategy), shape, history, length)
+            return Choice(time_ns, strategy, cold=True)
         if len(allowed) == 1:
             (only,) = allowed
             return Choice(self._time_ns(only, shape, history, length), only.strategy)
@@ -127,9 +129,6 @@ class CostTable:
     def _allowed(self, cls: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
         if cls == EXACT:
             return _EXACT
-        by_hand, slash, _ = cls.partition("/")
-        if slash:
-            return (Allowed(by_hand),)
         return self.buckets.get(Bucket(cls, shape, length.bit_length() - 1))
 
     def _time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
@@ -233,6 +232,17 @@ class _UnmeasuredIteration(NamedTuple):
 
 
 _EXACT = (Allowed(EXACT_STRATEGY),)
+
+
+def cold_strategy(cls: str) -> str:
+    """What requests of a class run by while nobody has filled in their bucket: what the class's
+    name begins with, or exact attention.
+
+    >>> cold_strategy("csa/5e1f"), cold_strategy("auto")
+    ('csa', 'ulysses')
+    """
+    strategy, slash, _ = cls.partition("/")
+    return strategy if slash else EXACT_STRATEGY
 
 
 def shape_of(places: Sequence[Location], tp: int) -> GroupShape:

@@ -1,8 +1,9 @@
 """The log of a scheduler: every batch of events, and what is needed to replay them.
 
 A file of MessagePack records, each behind its length in four bytes, the first of which is a header.
-It holds sizes and times but no token and no text. The same log gives the same commands, byte for byte, under the same Python and with the
-cost tables that the digests name, which are kept beside it (`CostTable.digest`, `Calibrated`).
+It holds sizes and times but no token and no text. The same log gives the same commands, byte for
+byte, under the same Python and with the cost tables that the digests name, which are kept beside it
+(`CostTable.digest`, `Calibrated`).
 """
 
 from __future__ import annotations

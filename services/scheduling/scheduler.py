@@ -127,6 +127,7 @@ class Scheduler:
         self._watch()
         self._sequences.join()
         self._decide()
+        self._watch_next()
         return Outcome(turn.commands, self._wake_at_ns())
 
     def refusal(self, prompt_tokens: int, output_tokens: int, cls: str) -> WireError | None:
@@ -298,17 +299,18 @@ class Scheduler:
 
     def _watch(self) -> None:
         """Look at who is silent and at who waits for gangs in vain, once in a while."""
+        if self._watch_ns is not None and self._turn.now_ns >= self._watch_ns:
+            self._watch_ns = None
+            self._silence.check(self._turn.now_ns)
+            self._fail_for_want_of_gangs()
+
+    def _watch_next(self) -> None:
+        """Somebody may owe something since this turn, or nobody does any more."""
         waits_for_gangs = not self._gangs.pairs and self._requests.admission.waiting
         if not (waits_for_gangs or self._silence.watched):
             self._watch_ns = None
-            return
-        now_ns = self._turn.now_ns
-        if self._watch_ns is not None and now_ns < self._watch_ns:
-            return
-        if self._watch_ns is not None:
-            self._silence.check(now_ns)
-            self._fail_for_want_of_gangs()
-        self._watch_ns = now_ns + self._deadlines.watch_ns
+        elif self._watch_ns is None:
+            self._watch_ns = self._turn.now_ns + self._deadlines.watch_ns
 
     def _fail_for_want_of_gangs(self) -> None:
         unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns

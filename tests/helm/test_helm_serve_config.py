@@ -70,8 +70,9 @@ def test_every_value_arrives() -> None:
     got = settings(
         {
             "model": {"path": "/models/m", "servedName": "m", "maxPositions": 2_000_000},
-            "prefill": {**gang, "sptTokens": 11, "shortTokens": 12},
-            "decode": {**gang, "spreadTokens": 13, "maxBatch": 14},
+            "prefill": gang,
+            "decode": gang,
+            "scheduling": {"policy": "fixed_sp", "sp": 1, "spread_tokens": 13, "max_batch": 14},
             "queue": {"maxWaiting": 15, "maxWaitingTokens": 100_000_000, "maxAttempts": 16},
             "topology": {"prefill": location, "decode": location, "linkRatio": 12.5},
             "telemetry": {"sample": 0.25, "timelineSample": 0.125, "project": "p"},
@@ -81,8 +82,8 @@ def test_every_value_arrives() -> None:
     assert (got.model, got.served_model_name, got.max_positions) == ("/models/m", "m", 2_000_000)
     for section in (got.prefill, got.decode):
         assert (section.ranks, section.tp, section.threads, section.kv_slots) == (6, 2, 5, 1000)
-    assert (got.prefill.spt_tokens, got.prefill.short_tokens) == (11, 12)
-    assert (got.decode.spread_tokens, got.decode.max_batch) == (13, 14)
+    assert got.scheduling.policy == "fixed_sp"
+    assert got.scheduling.options == {"sp": 1, "spread_tokens": 13, "max_batch": 14}
     assert got.queue.model_dump() == {
         "max_waiting": 15,
         "max_waiting_tokens": 100_000_000,

@@ -14,7 +14,7 @@ from rendered_chart import CHART, EVERYTHING, GPUS, Values
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 AS_IN_KUBERNETES = {"affinity", "podSecurityContext", "securityContext", "valueFrom"}
-FREE = AS_IN_KUBERNETES | {"extraSettings", "global", "tolerations"}
+FREE = AS_IN_KUBERNETES | {"extraSettings", "global", "scheduling", "tolerations"}
 """Objects whose keys are checked by Kubernetes, or by the application."""
 
 

@@ -171,7 +171,7 @@ def test_csps_options() -> None:
     assert chat(csps=options).csps.model_dump(exclude_unset=True) == told
     by_hand = {
         "attention": "csa", "levels": 1, "drop_ratio": 0.0, "micro_partitions": 64,
-        "strategy": "tp_flat", "nested": True, "drop_queries": False, "importance_window": 0,
+        "strategy": "ntp", "nested": True, "drop_queries": False, "importance_window": 0,
         "importance_layer": "previous", "sinks": 0, "tail": 0, "pipelined": False,
         "decode_kept_only": True,
     }  # fmt: skip
@@ -317,6 +317,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "csps.micro_partition: unknown field; d",
     ),
     ({"csps": {"attention": "csa", "strategy": "sp"}}, "csps.strategy: must be 'ntp', 'tp' or 'tp"),
+    (
+        {"csps": {"attention": "csa", "strategy": "tp", "nested": True}},
+        "csps.strategy: must be 'ntp' with 'nested', not 'tp'",
+    ),
+    (
+        {"csps": {"attention": "csa", "strategy": "tp", "decode_kept_only": True}},
+        "csps.strategy: must be 'ntp' with 'decode_kept_only', not 'tp'",
+    ),
+    (
+        {"csps": {"attention": "csa", "strategy": "tp_flat", "importance_layer": "same"}},
+        "csps.strategy: must be 'ntp' with 'importance_layer': 'same', not 'tp_flat'",
+    ),
+    (
+        {"csps": {"attention": "csa", "importance_layer": "same", "importance_window": 0}},
+        "csps.importance_window: must be 1 or more",
+    ),
     ({"csps": {"attention": "csa", "nested": 1}}, "csps.nested: must be a boolean, got 1"),
     ({"csps": {"attention": "csa", "sinks": -1}}, "csps.sinks: must be between 0 and 16777216"),
     ({"csps": {"attention": "csa", "tail": 10**30}}, "csps.tail: must be"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import FaultError, Superseded
 from csps.protocols.fence import Fence
 from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
@@ -26,7 +27,6 @@ from csps.protocols.messages import (
     KvLanded,
     PrefillDone,
     PrefillJob,
-    PrefillProgress,
     RankDescription,
     RequestFailed,
     Reserve,
@@ -35,16 +35,19 @@ from csps.protocols.messages import (
     TokenDrawn,
     Tokens,
 )
-from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.plans import ENGINE_NAMES, StrategyChoice, StrategyChoices, StrategyQuestions
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.schema import pack, unpack
 from csps.services.cluster import Cluster, ClusterDeadlines
 from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.dispatch import DispatchDeadlines, Dispatcher
 from csps.services.generations import MemoryGenerations
+from csps.services.router.cost_book import Configure, CostBook
+from csps.services.router.service import RequestService
 from csps.services.running import Generation, Running
-from csps.services.scheduling.decode_placement import DecodeRules
-from csps.services.scheduling.spt_policy import SptPolicy, SptRules
+from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
 
 SECRET = b"only for tests"
 PATIENCE_S = 10.0
@@ -306,23 +309,36 @@ def _job_of(rank: FakeRank, rid: int) -> PrefillJob | None:
     return next(jobs, None)
 
 
-async def exact(request: PlanRequest) -> Plan:
-    return Plan(reason="as asked")
+SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
+
+
+async def as_asked(questions: StrategyQuestions) -> StrategyChoices:
+    """A configurator that compares nothing."""
+    return StrategyChoices(
+        chosen=tuple(
+            StrategyChoice(
+                strategy="ulysses" if it.csa is None else ENGINE_NAMES[it.csa.strategy or "ntp"],
+                reason="as asked",
+            )
+            for it in questions.asked
+        )
+    )
 
 
 @dataclass
 class FakeCell:
-    """A dispatcher over two fake gangs."""
+    """The router's request service over two fake gangs."""
 
     prefill: FakeGang
     decode: FakeGang
     directory: StaticDirectory
     cluster: Cluster
-    dispatcher: Dispatcher
+    service: RequestService
+    costs: CostBook
     gangs: list[FakeGang] = field(default_factory=list)
 
     def submit(self, tokens: int = 100, max_tokens: int = 4, **options: Any) -> Running:
-        return self.dispatcher.submit(generation(tokens, max_tokens, **options))
+        return self.service.submit(generation(tokens, max_tokens, **options))
 
     async def replace(self, gang: FakeGang) -> None:
         """A new gang has registered in the old one's place."""
@@ -336,18 +352,12 @@ class FakeCell:
             self.decode = gang
             self.directory.publish(replace(view, decode=members))
 
-    async def tell_progress(self, rank: int) -> None:
-        """A prefill rank says that it gets on, and the router has heard of it."""
-        heard = self.dispatcher._execution._prefill_heard
-        before = dict(heard)
-        self.prefill.ranks[rank].tell("prefill_progress", PrefillProgress(rank=rank))
-        await until(lambda: heard != before)
-
     # --- one request's way, step by step ---
 
     def rid_of(self, running: Running) -> int:
         """The number of the request's current attempt."""
-        return self.dispatcher._execution._serving[running.number].rid
+        assert running.sequence is not None
+        return running.sequence
 
     async def prefilling(self, running: Running) -> PrefillJob:
         """Wait until the request's job has reached every prefill rank."""
@@ -368,9 +378,9 @@ class FakeCell:
         await until(lambda: any(it.rid == rid for it in self.decode.leader.joined))
         return rid
 
-    def finish(self, rid: int, count: int) -> None:
-        """Decode the tokens 1 .. count - 1, the last one with a reason, and free the slots."""
-        for index in range(1, count):
+    def finish(self, rid: int, count: int, first: int = 1) -> None:
+        """Decode the tokens up to count - 1, the last one with a reason, and free the slots."""
+        for index in range(first, count):
             finish = "length" if index == count - 1 else None
             self.decode.draw(rid, index, token=100 + index, finish=finish)
         self.decode.free(rid)
@@ -389,8 +399,9 @@ class FakeCell:
                     piece.rid not in prefill.leader.cancelled
                     and piece.rid in decode.leader.reserved
                 ):
-                    last = piece.sampling.max_tokens == 1
-                    prefill.draw(piece.rid, 0, finish="length" if last else None)
+                    index = len(piece.drawn) // 4
+                    last = piece.sampling.max_tokens == index + 1
+                    prefill.draw(piece.rid, index, finish="length" if last else None)
                     decode.land(piece.rid)
             prefill.finish_job(job)
 
@@ -398,7 +409,8 @@ class FakeCell:
             message = unpack(JoinBatch, payload)
             request = decode.leader.reserved.get(message.rid)
             if request is not None:
-                self.finish(message.rid, request.sampling.max_tokens)
+                first = len(request.drawn) // 4 + 1
+                self.finish(message.rid, request.sampling.max_tokens, first=first)
 
         prefill.on_job = on_job
         decode.leader.server._handlers["join"] = join
@@ -406,11 +418,10 @@ class FakeCell:
     async def settled(self) -> None:
         """Wait until nothing is held any more, on either side, and check the books."""
         await until(lambda: not any(rank.reserved for rank in self.decode.ranks))
-        await until(lambda: self.dispatcher.kv_usage("decode") == 0)
-        await until(lambda: self.dispatcher.kv_usage("prefill") == 0)
-        await until(lambda: not self.dispatcher._execution._attempts)
-        self.dispatcher.check_integrity()
-        self.dispatcher.check_health()
+        await until(lambda: self.service.counts.decode_kv == 0)
+        await until(lambda: self.service.counts.prefill_kv == 0)
+        self.service.check_integrity()
+        self.service.check_health()
 
 
 def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> Generation:
@@ -422,18 +433,24 @@ def generation(tokens: int = 100, max_tokens: int = 4, **options: Any) -> Genera
     )
 
 
+SECOND_NS = 1_000_000_000
+QUICK = DeadlineSettings(watch_ns=SECOND_NS // 100, retry_pause_ns=0)
+
+
 @asynccontextmanager
 async def fake_cell(
     *,
     prefill: FakeGang | None = None,
     decode: FakeGang | None = None,
-    planner: Callable[[PlanRequest], Coroutine[Any, Any, Plan]] = exact,
-    rules: SptRules | None = None,
-    deadlines: DispatchDeadlines | None = None,
+    configure: Configure = as_asked,
+    options: dict[str, Any] | None = None,
+    limits: QueueLimits | None = None,
+    deadlines: DeadlineSettings = QUICK,
+    policy: str = "csps",
     ready: bool = True,
-    **dispatcher: Any,
+    **service: Any,
 ) -> AsyncIterator[FakeCell]:
-    """A dispatcher and two gangs, bridged; everything is closed at the end."""
+    """A request service and two gangs, linked; everything is closed at the end."""
     gangs = [prefill or FakeGang("prefill", "p1"), decode or FakeGang("decode", "d1")]
     members = [await gang.start() for gang in gangs]
     directory = StaticDirectory(ClusterView(prefill=members[0], decode=members[1]))
@@ -444,14 +461,20 @@ async def fake_cell(
         generations=MemoryGenerations(),
         deadlines=ClusterDeadlines(retry_s=0.01),
     )
-    policy = SptPolicy(rules or SptRules(spt_tokens=1000, short_tokens=200), DecodeRules())
-    options = {"deadlines": deadlines or DispatchDeadlines(watch_s=0.01, retry_pause_s=0.0)}
-    made = Dispatcher(cluster=cluster, policy=policy, planner=planner, **{**options, **dispatcher})
-    cell = FakeCell(gangs[0], gangs[1], directory, cluster, made, gangs)
+    costs = CostBook(CostTable(latencies=Unmeasured()), configure)
+    chosen = {"spt_tokens": 1000, "short_tokens": 200} if policy == "csps" else {}
+    scheduler = Scheduler(
+        make_policy(policy, {**chosen, **(options or {})}),
+        costs.costs,
+        limits=limits,
+        deadlines=deadlines,
+    )
+    made = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, **service)
+    cell = FakeCell(gangs[0], gangs[1], directory, cluster, made, costs, gangs)
     await made.start()
     try:
         if ready:
-            await cluster.wait_ready(PATIENCE_S)
+            await until(lambda: made.ready)
         yield cell
     finally:
         await made.close(0.0)

@@ -15,10 +15,11 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from csps.protocols.errors import ConfigError
 from csps.services.app import ONE_LOOP, build
 from csps.services.configurator import Configurator
-from csps.services.dispatch import DispatchDeadlines
 from csps.services.registry import Registry
 from csps.services.replicas import only_one
-from csps.services.router import Router, make_deadlines
+from csps.services.router.deployment import Router
+from csps.services.router.wiring import make_deadlines
+from csps.services.scheduling.limits import DeadlineSettings
 from csps.services.settings import Settings
 
 
@@ -92,5 +93,5 @@ def test_a_typo_is_named(tiny_llama: Path) -> None:
 
 def test_the_operator_says_how_long_a_prefill_job_may_be_silent() -> None:
     settings = Settings.model_validate({"prefill": {"progress_deadline_s": 7.0}})
-    assert make_deadlines(settings).execution.prefill_progress_s == 7.0
-    assert make_deadlines(Settings()) == DispatchDeadlines()
+    assert make_deadlines(settings).prefill_silence_ns == 7_000_000_000
+    assert make_deadlines(Settings()) == DeadlineSettings()

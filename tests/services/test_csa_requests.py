@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
-from fake_gangs import FakeCell, FakeGang, fake_cell, generation, until
+from fake_gangs import SHAPE, FakeCell, FakeGang, fake_cell, until
 
-from csps.configurator.rules import RuleConfigurator
-from csps.configurator.shapes import AttentionShape
-from csps.protocols.csa_template import CsaVariant
+from csps.configurator.strategy_rules import StrategyRules
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import InvalidRequest
 from csps.protocols.messages import PrefillDone
-from csps.protocols.plans import CsaOptions, Plan, PlanRequest
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.running import Running, Timings
 
-CONFIGURATOR = RuleConfigurator(
-    AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
-)
+RULES = StrategyRules(SHAPE)
 
 
-async def planner(request: PlanRequest) -> Plan:
-    return CONFIGURATOR.plan(request)
+async def configure(questions: StrategyQuestions) -> StrategyChoices:
+    return RULES.answer(questions)
 
 
 def cell_of(instances: int = 2, **options: Any) -> Any:
     gang = FakeGang("prefill", "p1", instances=instances)
-    return fake_cell(**{"prefill": gang, "planner": planner, **options})
+    return fake_cell(**{"prefill": gang, "configure": configure, **options})
 
 
 def submit(cell: FakeCell, tokens: int, **options: Any) -> Running:
-    return cell.submit(tokens=tokens, attention="csa", csa=CsaOptions(**options))
+    return cell.submit(tokens=tokens, attention="csa", csa=CsaSettings(**options))
 
 
 async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> None:
     async with cell_of(instances=3) as cell:
-        variant = CsaVariant(importance_window=9, pipelined=False)
         running = submit(
             cell, 1500, levels=2, drop_ratios=((0.5,),), micro_partitions=((3,),), strategy="ntp",
-            variant=variant,
+            importance_window=9, pipelined=False,
         )  # fmt: skip
         job = await cell.prefilling(running)
         assert [rank.jobs[0].csa for rank in cell.prefill.ranks] == [job.csa] * 3
@@ -59,8 +56,7 @@ async def test_a_plan_reaches_every_rank_with_the_locations_of_its_group() -> No
 @pytest.mark.parametrize("kept_only", [False, True])
 async def test_decode_ranks_are_told_whether_to_expect_kept_tokens_only(kept_only: bool) -> None:
     async with cell_of() as cell:
-        variant = CsaVariant(decode_kept_only=kept_only)
-        running = submit(cell, 1500, drop_ratios=((0.5,),), variant=variant)
+        running = submit(cell, 1500, drop_ratios=((0.5,),), decode_kept_only=kept_only)
         job = await cell.prefilling(running)
         assert job.csa is not None
         assert job.csa.decode_kept_only == kept_only
@@ -104,10 +100,6 @@ async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it
         assert first.csa == second.csa
 
 
-async def never(request: PlanRequest) -> Plan:
-    raise AssertionError("the configurator was asked")
-
-
 @pytest.mark.parametrize(
     ("options", "param"),
     [({"levels": 3}, "csps.levels"), ({"micro_partitions": ((51,),)}, "csps.micro_partitions")],
@@ -115,24 +107,33 @@ async def never(request: PlanRequest) -> Plan:
 async def test_what_the_cluster_cannot_do_is_refused_at_submission(
     options: dict[str, Any], param: str
 ) -> None:
-    async with cell_of(planner=never) as cell:
+    async with cell_of() as cell:
         with pytest.raises(InvalidRequest) as refused:
             submit(cell, 50, **options)
         assert refused.value.param == param
-        assert not cell.dispatcher.waiting
+        await until(lambda: not cell.service.counts.waiting)
 
 
-async def refuses(request: PlanRequest) -> Plan:
-    raise InvalidRequest("csps.attention: not today", param="csps.attention")
+async def test_how_an_open_strategy_is_chosen_is_told_once_it_was_compared() -> None:
+    may_answer = asyncio.Event()
 
+    async def later(questions: StrategyQuestions) -> StrategyChoices:
+        await may_answer.wait()
+        return RULES.answer(questions)
 
-async def test_a_refusal_of_the_configurator_is_the_answer() -> None:
-    async with fake_cell(planner=refuses) as cell:
-        running = cell.dispatcher.submit(generation())
-        with pytest.raises(InvalidRequest, match="not today"):
-            await anext(running)
-        assert running.state == "failed"
-        await cell.settled()
+    async with cell_of(configure=later) as cell:
+        for _ in range(2):
+            running = submit(cell, 1500, drop_ratios=((0.5,),))
+            await cell.prefilling(running)
+            assert running.plan is not None
+            if not may_answer.is_set():
+                assert running.plan.strategy == "csa"
+                assert "nothing was compared yet" in running.plan.reason
+                before = cell.costs.costs.table.digest
+                may_answer.set()
+                await until(lambda before=before: cell.costs.costs.table.digest != before)
+            running.cancel()
+        assert "because nothing moves less" in running.plan.reason
 
 
 def test_hidden_communication_is_of_all_ranks_together() -> None:

@@ -16,9 +16,8 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import serving
 
-from csps.protocols.csa_template import CsaVariant
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import GangLost, QueueFull
-from csps.protocols.plans import CsaOptions
 from csps.services import http_app
 from csps.services.credentials import ApiKeys
 from csps.services.http_app import Api
@@ -238,12 +237,13 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     await client.post("/v1/completions", json=completion(csps=wanted))
     generation = engine.generations[0]
     assert generation.attention == "csa"
-    assert generation.csa == CsaOptions(
+    assert generation.csa == CsaSettings(
         levels=3,
         drop_ratios=((0.0,), (0.5, 0.9)),
         micro_partitions=((1,), (1, 1, 2)),
         strategy="tp",
-        variant=CsaVariant(importance_window=0, drop_queries=False),
+        importance_window=0,
+        drop_queries=False,
     )
 
 

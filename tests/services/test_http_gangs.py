@@ -1,4 +1,4 @@
-"""The HTTP API over the real dispatcher: what clients learn of gangs, queues and limits."""
+"""The HTTP API over the real request service: what clients learn of gangs, queues and limits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fake_gangs import FakeCell, FakeGang, fake_cell, until
 from live_server import serving
 
 from csps.protocols.errors import QueueFull
-from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services import held_body
-from csps.services.admission import QueueLimits
 from csps.services.credentials import ApiKeys
 from csps.services.held_body import LARGE_BODY_BYTES
 from csps.services.http_app import Api
 from csps.services.intake import Accepted, Arrival, Intake
 from csps.services.metrics import Metrics
 from csps.services.reading_lanes import LARGE_AT_ONCE, ReadingLanes
+from csps.services.scheduling.limits import QueueLimits
 from csps.services.settings import HttpSettings, Settings
 
 DEADLINE_S = 20
@@ -70,7 +70,7 @@ async def served(intake: Intake, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
         api = Api(
             intake=intake,
-            engine=cell.dispatcher,
+            engine=cell.service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),
             max_body_bytes=4_000_000,
@@ -100,13 +100,13 @@ async def test_health_names_no_address(intake: Intake) -> None:
 
 
 async def test_explain_names_no_address_of_the_configurator(intake: Intake) -> None:
-    async def fails(request: PlanRequest) -> Plan:
+    async def fails(questions: StrategyQuestions) -> StrategyChoices:
         raise ConnectionError("cannot connect to 10.0.0.3:41235")
 
-    async with served(intake, planner=fails) as server:
+    async with served(intake, configure=fails) as server:
         server.cell.runs_by_itself()
         response = await server.complete(csps={"explain": True})
-        assert response.json()["csps"]["plan"]["reason"] == "the configurator failed"
+        assert "nothing was compared yet" in response.json()["csps"]["plan"]["reason"]
         assert "10.0.0.3" not in response.text
 
 
@@ -117,7 +117,7 @@ async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: Intake) 
     async with served(intake) as server:
         request = asyncio.ensure_future(server.complete())
         await until(lambda: server.cell.prefill.leader.jobs)
-        await server.cell.dispatcher.close(0.0)
+        await server.cell.service.close(0.0)
         check_error(await request, 503, "unavailable")
 
 
@@ -173,17 +173,15 @@ async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(intak
 
 
 async def test_a_full_queue_reads_no_body(intake: Intake) -> None:
-    async with served(intake, limits=ONE_AT_A_TIME, planner=never) as server:
+    closed = FakeGang("prefill", "p1")
+    closed.may_bridge.clear()
+    async with served(intake, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
         waiting = server.cell.submit()
+        await until(lambda: server.cell.service.counts.waiting == 1)
         head = await server.half_a_request()
         assert head.startswith(b"HTTP/1.1 429 ")
         assert b"retry-after" in head
         waiting.cancel()
-
-
-async def never(request: PlanRequest) -> Plan:
-    await asyncio.Event().wait()
-    raise AssertionError
 
 
 @pytest.mark.parametrize("deadline", ["body_deadline_s", "body_silence_s"])

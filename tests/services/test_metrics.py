@@ -6,10 +6,10 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.errors import GangLost, QueueFull, TransferError
-from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Sampling
 from csps.services.metrics import Metrics
 from csps.services.running import Generation, Running
+from csps.services.scheduling.scheduler import Counts
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -74,17 +74,15 @@ def test_what_goes_wrong_is_counted_by_reason() -> None:
 
 
 class FakeLoad:
-    running, waiting, ready = 3, 2, True
-
-    def kv_usage(self, role: GangRole) -> float:
-        return {"prefill": 0.25, "decode": 0.5}[role]
+    counts = Counts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5)
+    ready = True
 
 
 def test_gauges_are_read_when_scraped() -> None:
     metrics, load = Metrics("m"), FakeLoad()
     metrics.watch(load)
     assert value(metrics, "num_requests_waiting") == 2
-    load.waiting = 7
+    load.counts = load.counts._replace(waiting=7)
     assert value(metrics, "num_requests_waiting") == 7
     assert value(metrics, "kv_cache_usage_perc", role="decode") == 0.5
     assert value(metrics, "ready") == 1

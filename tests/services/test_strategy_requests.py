@@ -22,10 +22,9 @@ from csps.configurator.shapes import GroupShape
 from csps.configurator.traffic import gathered_weights_traffic
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.plans import Plan, PlanRequest
-from csps.services.configurator import attention_shape, make_configurator
-from csps.services.planning import Planner
-from csps.services.scheduling.spt_policy import SptRules
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.services.configurator import attention_shape, make_rules
+from csps.services.router.cost_book import Configure
 from csps.services.settings import PrefillSettings, Settings, TopologySettings
 
 TOKENS = 4
@@ -55,27 +54,28 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("deep"), num_hidden_layers=5, **NARROW)
 
 
-def planner(model: Path, *, link_ratio: float = 1.0) -> Planner:
+def by_rules(model: Path, *, link_ratio: float = 1.0) -> Configure:
     settings = Settings(
         model=str(model),
-        prefill=PrefillSettings(spt_tokens=SPT, short_tokens=SHORT, tp=2),
+        prefill=PrefillSettings(tp=2),
         topology=TopologySettings(link_ratio=link_ratio),
     )
-    configurator = make_configurator(settings)
+    rules = make_rules(settings)
 
-    async def plan(request: PlanRequest) -> Plan:
-        return configurator.plan(request)
+    async def configure(questions: StrategyQuestions) -> StrategyChoices:
+        return rules.answer(questions)
 
-    return plan
+    return configure
 
 
 def deployed(model: Path, *, servers: int = 1, link_ratio: float = 1.0) -> Any:
     return served(
         model,
+        kv_slots=4096,
         prefill_tp=2,
         prefill_servers=servers,
-        rules=SptRules(spt_tokens=SPT, short_tokens=SHORT),
-        planner=planner(model, link_ratio=link_ratio),
+        options={"spt_tokens": SPT, "short_tokens": SHORT},
+        configure=by_rules(model, link_ratio=link_ratio),
     )
 
 
@@ -145,7 +145,7 @@ def counted_bytes(model: Path, length: int, groups: Sequence[LayerGroup]) -> flo
 async def test_each_prompt_runs_by_what_moves_least(narrow: Path) -> None:
     """All at once: long prompts by gathered weights, middling and short ones with split heads,
     each on both instances but the short ones, which run inside the others."""
-    wanted = {1000: "gathered_weights", 20: "ulysses", 700: "ulysses", 900: "gathered_weights"}
+    wanted = {1030: "gathered_weights", 20: "ulysses", 700: "ulysses", 1100: "gathered_weights"}
     async with deployed(narrow) as server:
         answers = await asyncio.gather(*(ask(server, length) for length in wanted))
         for told, (length, strategy) in zip(answers, wanted.items(), strict=True):
@@ -169,9 +169,9 @@ async def test_exact_sp_tp_knows_the_servers_of_its_group(wide: Path) -> None:
 async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     """Beside the words that begin each layer, and the last row's attention in the last one."""
     shape = attention_shape(Settings(model=str(narrow)))
-    counted = gathered_weights_traffic(shape, GroupShape(servers=(0, 0), tp=2), 900).cost(1.0)
+    counted = gathered_weights_traffic(shape, GroupShape(servers=(0, 0), tp=2), 1100).cost(1.0)
     async with deployed(narrow) as server:
-        check(await ask(server, 900), narrow, 900, "gathered_weights")
+        check(await ask(server, 1100), narrow, 1100, "gathered_weights")
         await server.settled()
         sent = bytes_between_ranks(server)
     assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from csps.services.dispatch import Dispatcher
 from gang_cell import ANSWER_S, GangPlan, prompt_of
 from gang_threads import ThreadGang, eventually, thread_gang
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
 from csps.services.cluster import STANDBY, Cluster
-from csps.services.dispatch import Dispatcher
 
 PROMPT = prompt_of(40, 1).tolist()
 OTHER = prompt_of(50, 2).tolist()

@@ -62,12 +62,10 @@ max_positions: {{ int . }}
 drain_s: {{ .Values.drainSeconds }}
 prefill:
   {{- include "csps.gangSettings" .Values.prefill | nindent 2 }}
-  spt_tokens: {{ int .Values.prefill.sptTokens }}
-  short_tokens: {{ int .Values.prefill.shortTokens }}
 decode:
   {{- include "csps.gangSettings" .Values.decode | nindent 2 }}
-  spread_tokens: {{ int .Values.decode.spreadTokens }}
-  max_batch: {{ int .Values.decode.maxBatch }}
+scheduling:
+  {{- toYaml .Values.scheduling | nindent 2 }}
 queue:
   max_waiting: {{ int .Values.queue.maxWaiting }}
   max_waiting_tokens: {{ int .Values.queue.maxWaitingTokens }}

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from csps.protocols import trace_context
 from csps.services import request_spans
 
-STATES = ["plan", "queue", "prefill", "transfer", "decode"]
+STATES = ["queue", "plan", "prefill", "transfer", "decode"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A plan before its group is chosen becomes a valid one for every group."""
+"""Sparse attention as asked for becomes a valid plan for every group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.csa_template import CsaTemplate, CsaVariant
+from csps.protocols.csa_settings import MICRO_PARTITIONS, CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.messages import PrefillJob, PrefillPiece
 from csps.protocols.topology import Location, Topology
@@ -25,13 +25,13 @@ def tuples(items: st.SearchStrategy[Any], *, most: int = 4) -> st.SearchStrategy
     return st.lists(items, min_size=1, max_size=most).map(tuple)
 
 
-TEMPLATES = st.builds(
-    CsaTemplate,
-    levels=st.integers(1, 4),
+SETTINGS = st.builds(
+    CsaSettings,
+    levels=st.one_of(st.none(), st.integers(1, 4)),
     drop_ratios=tuples(
         tuples(st.one_of(st.just(0.0), st.floats(0, 1, exclude_max=True)), most=KV_HEADS)
     ),
-    micro_partitions=tuples(tuples(st.integers(1, 64))),
+    micro_partitions=st.one_of(st.none(), tuples(tuples(st.integers(1, 64)))),
 )
 LOCATIONS = st.sets(
     st.builds(Location, st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
@@ -41,23 +41,28 @@ LOCATIONS = st.sets(
 
 
 def test_a_group_with_all_that_is_asked_for_has_it() -> None:
-    variant = CsaVariant(importance_window=0, importance_layer="previous", sinks=1, tail=2)
-    template = CsaTemplate(
-        levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),), variant=variant
+    settings = CsaSettings(
+        levels=3,
+        drop_ratios=((0.5,),),
+        micro_partitions=((4,),),
+        importance_window=0,
+        importance_layer="previous",
+        sinks=1,
+        tail=2,
     )
-    plan = template.for_group(SERVERS, layers=8, longest_spt=100)
+    plan = settings.for_group(SERVERS, layers=8, longest_spt=100)
     uniform = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
     assert (plan.levels, plan.layer_groups) == (uniform.levels, uniform.layer_groups)
     assert (plan.importance_window, plan.sinks, plan.tail) == (0, 1, 2)
-    assert not list(template.shortfalls(plan))
+    assert not list(settings.shortfalls(plan))
 
 
-@given(TEMPLATES, LOCATIONS, st.data())
+@given(SETTINGS, LOCATIONS, st.data())
 def test_every_group_gets_a_plan_that_a_job_accepts(
-    template: CsaTemplate, locations: tuple[str, ...], data: st.DataObject
+    settings: CsaSettings, locations: tuple[str, ...], data: st.DataObject
 ) -> None:
     lengths = [data.draw(st.integers(1, 100)) for _ in locations]
-    plan = template.for_group(locations, layers=3, longest_spt=max(lengths))
+    plan = settings.for_group(locations, layers=3, longest_spt=max(lengths))
     PrefillJob(
         job_id=1,
         group=tuple(range(len(locations))),
@@ -66,17 +71,20 @@ def test_every_group_gets_a_plan_that_a_job_accepts(
         strategy="csa",
         csa=plan,
     )
-    assert plan.levels == min(template.levels, len(Topology.of(locations).granularities))
-    less = plan.levels < template.levels
+    told_apart = len(Topology.of(locations).granularities)
+    assert plan.levels == min(settings.levels or told_apart, told_apart)
+    less = settings.levels is not None and plan.levels < settings.levels
+    less |= len(locations) == 1 and settings.levels is None
+    micro_partitions = settings.micro_partitions or ((MICRO_PARTITIONS,),)
     for layer in range(3):
-        group, ratios = plan.layer_group(layer), of(template.drop_ratios, layer)
+        group, ratios = plan.layer_group(layer), of(settings.drop_ratios, layer)
         for head in range(KV_HEADS if plan.levels > 1 else 0):
             assert group.drop_ratio(2, head) == pytest.approx(of(ratios, head))
         for level in range(plan.levels):
-            asked = of(of(template.micro_partitions, layer), level)
+            asked = of(of(micro_partitions, layer), level)
             assert group.micro(level + 1) == min(asked, max(lengths))
-            less |= asked > max(lengths)
-    assert bool(list(template.shortfalls(plan))) == less
+            less |= settings.micro_partitions is not None and asked > max(lengths)
+    assert bool(list(settings.shortfalls(plan))) == less
 
 
 def of(numbers: Sequence[Any], index: int) -> Any:
@@ -84,23 +92,23 @@ def of(numbers: Sequence[Any], index: int) -> Any:
 
 
 def test_numbers_by_layer_and_by_level_end_with_that_of_all_further_ones() -> None:
-    template = CsaTemplate(
+    settings = CsaSettings(
         levels=3, drop_ratios=((0.0,), (0.0,), (0.9,)), micro_partitions=((1, 2),)
     )
-    plan = template.for_group(SERVERS, layers=6, longest_spt=100)
+    plan = settings.for_group(SERVERS, layers=6, longest_spt=100)
     ratios = [plan.layer_group(layer).drop_ratio(2, 0) for layer in range(6)]
     assert ratios == pytest.approx([0.0, 0.0, 0.9, 0.9, 0.9, 0.9])
     assert [(it.first, it.stop) for it in plan.layer_groups] == [(0, 2), (2, 6)]
     assert {it.micro_partitions for it in plan.layer_groups} == {(1, 2, 2)}
-    shallow = template.for_group(SERVERS, layers=2, longest_spt=100)
+    shallow = settings.for_group(SERVERS, layers=2, longest_spt=100)
     assert [(it.first, it.stop) for it in shallow.layer_groups] == [(0, 2)]
 
 
 def test_ratios_by_head_and_micro_partitions_by_layer() -> None:
-    template = CsaTemplate(
+    settings = CsaSettings(
         levels=3, drop_ratios=((0.0,), (0.5, 0.0)), micro_partitions=((1,), (1,), (2, 3))
     )
-    plan = template.for_group(SERVERS, layers=4, longest_spt=100)
+    plan = settings.for_group(SERVERS, layers=4, longest_spt=100)
     assert plan.layer_groups == (
         LayerGroup(first=0, stop=1, drop_ratios=((0.0,), (0.0,)), micro_partitions=(1, 1, 1)),
         LayerGroup(
@@ -110,13 +118,13 @@ def test_ratios_by_head_and_micro_partitions_by_layer() -> None:
             first=2, stop=4, drop_ratios=((0.5, 0.0), (0.75, 0.0)), micro_partitions=(2, 3, 3)
         ),
     )
-    assert not template.lossless
+    assert not settings.lossless
 
 
 @pytest.mark.parametrize(
     ("locations", "longest", "said"),
     [
-        (("0-0-0",), 100, ["the job has one instance, which attends exactly"]),
+        (("0-0-0",), 100, ["the step has one instance, which attends exactly"]),
         (SERVERS[:2], 100, ["2 of 3 levels"]),
         (SERVERS, 3, ["3 of 4 micro-partitions"]),
         (SERVERS[1:3], 2, ["2 of 3 levels", "2 of 4 micro-partitions"]),
@@ -125,9 +133,9 @@ def test_ratios_by_head_and_micro_partitions_by_layer() -> None:
 def test_what_a_group_lacks_is_said(
     locations: tuple[str, ...], longest: int, said: list[str]
 ) -> None:
-    template = CsaTemplate(levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),))
-    plan = template.for_group(locations, layers=4, longest_spt=longest)
-    shortfalls = list(template.shortfalls(plan))
+    settings = CsaSettings(levels=3, drop_ratios=((0.5,),), micro_partitions=((4,),))
+    plan = settings.for_group(locations, layers=4, longest_spt=longest)
+    shortfalls = list(settings.shortfalls(plan))
     assert [text[: len(start)] for text, start in zip(shortfalls, said, strict=True)] == said
 
 
@@ -141,10 +149,13 @@ def test_what_a_group_lacks_is_said(
         {"levels": 2, "micro_partitions": ((1,), (2, 0))},
         {"levels": 2, "micro_partitions": ()},
         {"levels": 2, "micro_partitions": ((1,), ())},
-        {"levels": 2, "variant": CsaVariant(sinks=-1)},
-        {"levels": 2, "variant": CsaVariant(importance_layer="same", importance_window=0)},
+        {"levels": 2, "sinks": -1},
+        {"levels": 2, "importance_layer": "same", "importance_window": 0},
+        {"strategy": "tp", "nested": True},
+        {"strategy": "tp_flat", "decode_kept_only": True},
+        {"strategy": "tp", "importance_layer": "same"},
     ],
 )
 def test_what_no_group_could_run_is_refused_at_once(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        CsaTemplate(**fields)
+        CsaSettings(**fields)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
+import numpy as np
 import pytest
-from fake_gangs import FakeCell, FakeGang, fake_cell, generation, turns, until
+from fake_gangs import QUICK, FakeCell, FakeGang, fake_cell, generation, turns, until
 
 from csps.protocols.errors import (
     Cancelled,
@@ -20,13 +19,9 @@ from csps.protocols.errors import (
     TransferError,
 )
 from csps.protocols.messages import PrefillProgress, TokenDrawn
-from csps.protocols.plans import Plan, PlanRequest
-from csps.services import execution
-from csps.services.admission import QueueLimits
-from csps.services.dispatch import DispatchDeadlines
-from csps.services.execution import ExecutionDeadlines
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.running import Running
-from csps.services.scheduling.spt_policy import SptRules
+from csps.services.scheduling.limits import QueueLimits
 
 
 async def read(running: Running) -> list[TokenDrawn]:
@@ -49,7 +44,7 @@ async def test_a_request_runs_from_submission_to_its_last_token() -> None:
         assert timings.compute_s == pytest.approx(0.1)
         for name in ("plan_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "ttft_s"):
             assert getattr(timings, name) >= 0
-        assert running.explain()["plan"]["reason"] == "as asked"
+        assert running.explain()["plan"]["reason"].startswith("exact attention loses nothing; ")
         assert running.explain()["placement"]["bounds"] == (0, 300)
 
 
@@ -142,7 +137,7 @@ async def test_all_ranks_see_all_jobs_in_one_order() -> None:
         requests = [cell.submit(tokens=50 + 397 * n % 2500) for n in range(30)]
         await asyncio.gather(*map(read, requests))
         orders = [[job.job_id for job in rank.jobs] for rank in cell.prefill.ranks]
-        assert orders[0] == orders[1] == orders[2] == sorted(orders[0])
+        assert orders[0] == orders[1] == orders[2]
         assert sum(len(job.pieces) for job in cell.prefill.leader.jobs) == 30
         await cell.settled()
 
@@ -162,30 +157,6 @@ async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> No
 # --- cancellation ------------------------------------------------------------------------------
 
 
-async def never(request: PlanRequest) -> Plan:
-    await asyncio.Event().wait()
-    raise AssertionError
-
-
-async def test_cancelled_while_a_plan_is_awaited() -> None:
-    async with fake_cell(planner=never, deadlines=DispatchDeadlines(plan_s=60)) as cell:
-        running = cell.submit()
-        await turns()
-        running.cancel()
-        assert await read(running) == []
-        assert cell.dispatcher.waiting == 0
-        await turns()
-        assert not cell.decode.leader.heard[1:]
-
-
-async def test_cancelled_before_its_planning_task_has_taken_a_step() -> None:
-    async with fake_cell() as cell:
-        cell.submit().cancel()
-        await turns()
-        assert cell.dispatcher._planning == {}
-        await cell.settled()
-
-
 async def test_cancelled_in_the_queue() -> None:
     async with fake_cell(prefill=FakeGang("prefill", "p1", kv_slots=1000)) as cell:
         first, second = cell.submit(tokens=1900), cell.submit(tokens=1900)
@@ -193,7 +164,7 @@ async def test_cancelled_in_the_queue() -> None:
         assert second.state == "queued"
         second.cancel()
         assert await read(second) == []
-        assert cell.dispatcher.waiting == 0
+        await until(lambda: cell.service.counts.waiting == 0)
         first.cancel()
         await cell.settled()
 
@@ -205,14 +176,14 @@ async def test_cancelled_while_slots_are_reserved() -> None:
         await until(lambda: running.state == "reserving")
         running.cancel()
         assert await read(running) == []
-        assert cell.dispatcher.kv_usage("decode") > 0
+        assert cell.service.counts.decode_kv > 0
         cell.decode.may_reserve.set()
         await cell.settled()
         assert not cell.prefill.leader.jobs
 
 
 async def test_one_of_a_batch_is_cancelled_while_slots_are_reserved() -> None:
-    async with fake_cell(rules=SptRules(spt_tokens=1000, short_tokens=200)) as cell:
+    async with fake_cell() as cell:
         cell.decode.may_reserve.clear()
         runs = [cell.submit(tokens=count) for count in (50, 70, 60, 40)]
         await until(lambda: all(it.state == "reserving" for it in runs))
@@ -246,14 +217,16 @@ async def test_cancelled_at_work_gives_slots_back_when_the_ranks_say_so(stage: s
         async with running:
             pass
         assert running.finish_reason == "cancelled"
-        ranks = cell.prefill.ranks + cell.decode.ranks
+        ranks = cell.decode.ranks if stage == "decoding" else cell.prefill.ranks + cell.decode.ranks
         await until(lambda: all(rid in rank.cancelled for rank in ranks))
         cell.decode.draw(rid, running.timings.tokens)  # it crossed the cancellation on its way
         await turns()
-        assert cell.dispatcher.kv_usage("decode") > 0
-        assert cell.dispatcher.kv_usage("prefill") > 0
+        assert cell.service.counts.decode_kv > 0
+        assert cell.service.counts.prefill_kv > 0
         for rank in ranks:
             rank.give_back(rid)
+        if stage == "decoding":  # all KV was sent, so that there was nothing to cancel
+            cell.prefill.finish_job(job)
         await cell.settled()
         assert await read(running) == []
 
@@ -287,15 +260,38 @@ async def test_prefill_lost_before_the_first_token_is_tried_again() -> None:
         await cell.settled()
 
 
-async def test_prefill_lost_after_the_first_token_ends_the_request() -> None:
+async def test_prefill_lost_after_the_first_token_goes_on_with_the_second() -> None:
     async with fake_cell() as cell:
         running = cell.submit()
         cell.prefill.draw((await cell.prefilling(running)).pieces[0].rid, 0)
         await until(lambda: running.state == "landing")
         await cell.prefill.kill(0)
-        with pytest.raises(GangLost):
-            await read(running)
-        await until(lambda: cell.dispatcher.kv_usage("decode") == 0)
+        await cell.replace(FakeGang("prefill", "p2"))
+        await goes_on(cell, running, drawn=[7])
+
+
+async def goes_on(cell: FakeCell, running: Running, drawn: list[int]) -> None:
+    """The next attempt computes prompt and drawn tokens, and draws what is left."""
+    job = await cell.prefilling(running)
+    (piece,) = job.pieces
+    assert piece.length == 100 + len(drawn)
+    assert list(np.frombuffer(piece.drawn, "<i4")) == drawn
+    tokens = b"".join(rank.jobs[-1].tokens for rank in cell.prefill.ranks)
+    assert list(np.frombuffer(tokens, "<i4")) == [*range(100), *drawn]
+    reserved = [rank.reserved[piece.rid] for rank in cell.decode.ranks]
+    assert {(it.prompt_length, it.drawn) for it in reserved} == {(piece.length, piece.drawn)}
+    cell.prefill.draw(piece.rid, len(drawn), token=50)
+    cell.decode.land(piece.rid)
+    cell.prefill.finish_job(job)
+    await until(lambda: any(it.rid == piece.rid for it in cell.decode.leader.joined))
+    assert cell.decode.leader.joined[-1].first_token == 50
+    cell.decode.draw(piece.rid, len(drawn) + 1, token=51, finish="stop")
+    cell.decode.free(piece.rid)
+    tokens_read = await read(running)
+    assert [it.token for it in tokens_read] == [*drawn, 50, 51]
+    assert [it.index for it in tokens_read] == list(range(len(drawn) + 2))
+    assert running.timings.attempts == 2
+    await cell.settled()
 
 
 async def test_decoding_goes_on_while_prefill_is_replaced() -> None:
@@ -303,11 +299,11 @@ async def test_decoding_goes_on_while_prefill_is_replaced() -> None:
         running = cell.submit(max_tokens=5)
         rid = await cell.decoding(running)
         await cell.prefill.kill(0)
-        await until(lambda: not cell.dispatcher.ready)
+        await until(lambda: not cell.service.ready)
         cell.decode.draw(rid, 1)
         assert [(await anext(running)).index for _ in range(2)] == [0, 1]
         await cell.replace(FakeGang("prefill", "p2"))
-        await until(lambda: cell.dispatcher.ready)
+        await until(lambda: cell.service.ready)
         cell.decode.draw(rid, 2, finish="stop")
         cell.decode.free(rid)
         assert len(await read(running)) == 1
@@ -327,16 +323,15 @@ async def test_decode_lost_before_the_first_token_is_tried_again() -> None:
         await cell.settled()
 
 
-async def test_decode_lost_after_the_first_token_ends_the_request() -> None:
+async def test_decode_lost_in_mid_answer_goes_on_with_the_next_token() -> None:
     async with fake_cell() as cell:
         running = cell.submit()
-        await cell.decoding(running)
+        rid = await cell.decoding(running)
+        cell.decode.draw(rid, 1, token=8)
+        await until(lambda: running.timings.tokens == 2)
         await cell.decode.kill(0)
-        with pytest.raises(GangLost, match="decode gang was lost"):
-            await read(running)
         await cell.replace(FakeGang("decode", "d2"))
-        await until(lambda: cell.dispatcher.ready)
-        await cell.settled()
+        await goes_on(cell, running, drawn=[7, 8])
 
 
 async def test_decode_lost_while_slots_are_reserved() -> None:
@@ -346,7 +341,7 @@ async def test_decode_lost_while_slots_are_reserved() -> None:
         await until(lambda: running.state == "reserving")
         await cell.decode.kill(0)
         await until(lambda: running.state == "queued")
-        await until(lambda: cell.dispatcher.kv_usage("prefill") == 0)
+        await until(lambda: cell.service.counts.prefill_kv == 0)
         await cell.replace(FakeGang("decode", "d2"))
         cell.finish(await cell.decoding(running), 4)
         assert len(await read(running)) == 4
@@ -395,7 +390,7 @@ async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
             await until(lambda: suspect.state != "prefill")
         with pytest.raises(GangLost):
             await read(suspect)
-        assert suspect.lone_losses == 2
+        await until(lambda: cell.service.counts.waiting == 0)
 
 
 async def test_a_mistake_of_the_client_is_not_tried_again() -> None:
@@ -416,10 +411,9 @@ async def test_refused_slots_are_not_counted_as_taken() -> None:
 
 
 async def test_waiting_for_a_gang_has_an_end() -> None:
-    deadlines = DispatchDeadlines(gang_recovery_s=0.05, watch_s=0.01)
-    async with fake_cell(deadlines=deadlines) as cell:
+    async with fake_cell(deadlines=replace(QUICK, gang_recovery_ns=50_000_000)) as cell:
         await cell.prefill.kill(0)
-        await until(lambda: not cell.dispatcher.ready)
+        await until(lambda: not cell.service.ready)
         with pytest.raises(GangLost, match=r"for 0\.05 s"):
             await read(cell.submit())
 
@@ -433,33 +427,8 @@ async def test_requests_may_come_before_the_gangs() -> None:
             await read(never_fits)
 
 
-async def test_gangs_that_come_while_a_request_is_planned_may_be_too_small_for_it() -> None:
-    """It must not get in line, where all that is longer than short would wait behind it."""
-    planned = asyncio.Event()
-
-    async def planner(request: PlanRequest) -> Plan:
-        if request.prompt_tokens == 30_000:
-            await planned.wait()
-        return Plan(reason="as asked")
-
-    deadlines = DispatchDeadlines(plan_s=10.0, watch_s=0.01)
-    async with fake_cell(ready=False, planner=planner, deadlines=deadlines) as cell:
-        never_fits = cell.submit(tokens=30_000)
-        assert cell.dispatcher.capacity is None
-        await until(lambda: cell.dispatcher.ready)
-        planned.set()
-        await until(lambda: never_fits.state == "failed")
-        with pytest.raises(ContextLengthExceeded):
-            await read(never_fits)
-        fits = cell.submit(tokens=2_000)
-        cell.finish(await cell.decoding(fits), 4)
-        assert len(await read(fits)) == 4
-        await cell.settled()
-
-
 async def test_a_silent_gang_is_reset() -> None:
-    silence = ExecutionDeadlines(prefill_progress_s=0.05)
-    deadlines = DispatchDeadlines(watch_s=0.01, execution=silence)
+    deadlines = replace(QUICK, prefill_silence_ns=50_000_000)
     async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
         running = cell.submit()
         await cell.prefilling(running)
@@ -468,72 +437,7 @@ async def test_a_silent_gang_is_reset() -> None:
         await until(lambda: len(cell.prefill.leader.attached) == 2)
         first, second = cell.prefill.leader.attached
         assert first != second
-        await until(lambda: cell.dispatcher.ready)
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], float]:
-    """Has what is carried out take so many seconds; returns the time then."""
-    passed = 0.0
-
-    def pass_by(seconds: float) -> float:
-        nonlocal passed
-        passed += seconds
-        return time.monotonic() + passed
-
-    clock = Mock(wraps=time, monotonic=lambda: time.monotonic() + passed)
-    monkeypatch.setattr(execution, "time", clock)
-    return pass_by
-
-
-async def test_a_job_may_take_any_time_as_long_as_it_is_heard_of(
-    later: Callable[[float], float],
-) -> None:
-    limit_s = ExecutionDeadlines().prefill_progress_s
-    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
-        check = cell.dispatcher._execution.check_deadlines
-        job = await cell.prefilling(cell.submit(tokens=2000))
-        assert len(job.group) == 2
-        for _ in range(5):
-            assert not list(check(later(limit_s - 1.0)))
-            await cell.tell_progress(0)
-        assert [role for role, _ in check(later(limit_s + 1.0))] == ["prefill"]
-
-
-async def test_a_job_that_hangs_is_noticed_while_others_go_on(
-    later: Callable[[float], float],
-) -> None:
-    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
-        hangs = await cell.prefilling(cell.submit(tokens=900))
-        goes_on = await cell.prefilling(cell.submit(tokens=900))
-        assert set(hangs.group).isdisjoint(goes_on.group)
-        now = later(ExecutionDeadlines().prefill_progress_s + 1.0)
-        await cell.tell_progress(goes_on.group[0])
-        assert [role for role, _ in cell.dispatcher._execution.check_deadlines(now)] == ["prefill"]
-        cell.prefill.finish_job(hangs)
-        await until(lambda: not cell.dispatcher._execution._jobs.get(hangs.job_id))
-        assert not list(cell.dispatcher._execution.check_deadlines(now))
-
-
-async def test_a_job_may_wait_for_what_others_of_the_gang_compute(
-    later: Callable[[float], float],
-) -> None:
-    """Rank 1 is silent while it waits for rank 0 in the second job, and the third job behind it."""
-    step_s = ExecutionDeadlines().prefill_progress_s - 1.0
-    async with fake_cell(deadlines=DispatchDeadlines(watch_s=1000.0)) as cell:
-        check = cell.dispatcher._execution.check_deadlines
-        sizes = (900, 2000, 900)
-        first, second, third = [await cell.prefilling(cell.submit(tokens=it)) for it in sizes]
-        assert [it.group for it in (first, second, third)] == [(0,), (0, 1), (1,)]
-        for _ in range(3):
-            assert not list(check(later(step_s)))
-            await cell.tell_progress(0)
-        cell.prefill.ranks[1].job_done(second)
-        await until(lambda: 1 not in cell.dispatcher._execution._jobs[second.job_id].undone)
-        assert not list(check(later(step_s)))
-        await cell.tell_progress(0)
-        # Nothing is in the third job's way any more.
-        assert [role for role, _ in check(later(step_s))] == ["prefill"]
+        await until(lambda: cell.service.ready)
 
 
 async def test_progress_of_a_former_routers_job_is_no_mistake(
@@ -553,14 +457,13 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
 
 
 async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
-    silence = ExecutionDeadlines(decode_progress_s=0.05)
-    async with fake_cell(deadlines=DispatchDeadlines(watch_s=0.01, execution=silence)) as cell:
+    async with fake_cell(deadlines=replace(QUICK, decode_silence_ns=50_000_000)) as cell:
         cell.decode.obeys_cancel = False
         running = cell.submit()
         await cell.prefilling(running)
         running.cancel()
         await until(lambda: len(cell.decode.leader.attached) == 2)
-        await until(lambda: cell.dispatcher.ready)
+        await until(lambda: cell.service.ready)
         await cell.settled()
 
 
@@ -575,9 +478,8 @@ async def test_a_prefill_job_without_a_first_token_is_tried_again() -> None:
 
 
 async def test_kv_that_does_not_land_fails_the_request() -> None:
-    silence = ExecutionDeadlines(landing_s=0.05)
-    deadlines = DispatchDeadlines(watch_s=0.01, execution=silence)
-    async with fake_cell(deadlines=deadlines) as cell:
+    deadlines = replace(QUICK, landing_ns=50_000_000, landing_token_ns=0)
+    async with fake_cell(deadlines=deadlines, limits=QueueLimits(max_attempts=1)) as cell:
         running = cell.submit()
         job = await cell.prefilling(running)
         cell.prefill.draw(job.pieces[0].rid, 0)
@@ -589,19 +491,38 @@ async def test_kv_that_does_not_land_fails_the_request() -> None:
 # --- admission, planning, deadlines, the end ---------------------------------------------------
 
 
+def closed() -> FakeGang:
+    """A gang that is there, and that nothing can be started on."""
+    gang = FakeGang("prefill", "p1")
+    gang.may_bridge.clear()
+    return gang
+
+
+async def test_one_turn_of_the_loop_takes_no_more_than_the_line_holds() -> None:
+    async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
+        running = [cell.submit() for _ in range(3)]
+        with pytest.raises(QueueFull):
+            await anext(running[2])
+        assert [it.state for it in running] == ["queued", "queued", "failed"]
+
+
 async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    async with fake_cell(limits=QueueLimits(max_waiting=2), planner=never) as cell:
+    async with fake_cell(limits=QueueLimits(max_waiting=2), prefill=closed(), ready=False) as cell:
         running = [cell.submit(), cell.submit()]
+        await turns()
         with pytest.raises(QueueFull) as refusal:
             cell.submit()
         assert 1 <= refusal.value.retry_after_s <= 60
         running[0].cancel()
+        await turns()
         cell.submit()
 
 
 async def test_a_long_line_of_tokens_is_full_as_well() -> None:
-    async with fake_cell(limits=QueueLimits(max_waiting_tokens=1000), planner=never) as cell:
+    limits = QueueLimits(max_waiting_tokens=1000)
+    async with fake_cell(limits=limits, prefill=closed(), ready=False) as cell:
         cell.submit(tokens=5000)
+        await turns()
         with pytest.raises(QueueFull, match="tokens are waiting"):
             cell.submit(tokens=10)
 
@@ -617,31 +538,23 @@ async def test_what_never_fits_is_refused_with_both_numbers() -> None:
         cell.submit(tokens=10_000, max_tokens=10_000)
 
 
-async def fails(request: PlanRequest) -> Plan:
+async def fails(questions: StrategyQuestions) -> StrategyChoices:
     raise LookupError("cannot connect to 10.0.0.3:41235")
 
 
-@pytest.mark.parametrize(
-    ("planner", "reason"),
-    [
-        (fails, "the configurator failed"),
-        (never, "the configurator did not answer within 0.05 s"),
-    ],
-)
-async def test_without_a_plan_the_request_runs_exact(
-    planner: Callable[[PlanRequest], Coroutine[Any, Any, Plan]], reason: str
-) -> None:
-    async with fake_cell(planner=planner, deadlines=DispatchDeadlines(plan_s=0.05)) as cell:
+async def test_no_request_waits_for_the_configurator() -> None:
+    async with fake_cell(configure=fails) as cell:
         running = cell.submit()
         await cell.prefilling(running)
         assert running.plan is not None
-        assert running.plan.attention == "exact"
-        assert running.plan.reason == reason  # clients read it: nothing of our inside
+        assert (running.plan.attention, running.plan.strategy) == ("exact", "ulysses")
+        assert "nothing was compared yet" in running.plan.reason
+        assert "10.0.0.3" not in running.plan.reason  # clients read it: nothing of our inside
 
 
 async def test_a_request_with_a_deadline_fails_at_it() -> None:
     async with fake_cell() as cell:
-        running = cell.dispatcher.submit(generation(deadline_s=0.05))
+        running = cell.service.submit(generation(deadline_s=0.05))
         with pytest.raises(DeadlineExceeded):
             await read(running)
         await cell.settled()
@@ -651,7 +564,7 @@ async def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> No
     async with fake_cell() as cell:
         running = cell.submit()
         rid = await cell.decoding(running)
-        closing = asyncio.create_task(cell.dispatcher.close(drain_s=30))
+        closing = asyncio.create_task(cell.service.close(drain_s=30))
         await turns()
         with pytest.raises(QueueFull, match="shutting down"):
             cell.submit()
@@ -665,14 +578,14 @@ async def test_closing_ends_what_does_not_finish_in_time() -> None:
     async with fake_cell() as cell:
         running, queued = cell.submit(), cell.submit()
         await cell.prefilling(running)
-        await cell.dispatcher.close(drain_s=0.01)
+        await cell.service.close(drain_s=0.01)
         for it in (running, queued):
             with pytest.raises(Cancelled, match="shutting down"):
                 await read(it)
 
 
 async def test_tokens_out_of_order_are_an_error() -> None:
-    async with fake_cell() as cell:
+    async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
         running = cell.submit()
         rid = await cell.decoding(running)
         cell.decode.draw(rid, 2)
@@ -697,10 +610,10 @@ async def test_nothing_is_lost_in_a_storm(seed: int) -> None:
             if step in (20, 40):
                 await _replace_one(cell, rng, step)
             await turns(rng.randrange(30))
-            cell.dispatcher.check_integrity()
+            cell.service.check_integrity()
         ends = await asyncio.gather(*map(read, requests), return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]
-        assert all(isinstance(error, GangLost) for error in errors)
+        assert all(isinstance(error, GangLost) for error in errors), errors
         assert all(it.ended for it in requests)
         await cell.settled()
 

@@ -1,0 +1,105 @@
+"""Which strategy a class of requests takes on a group: what moves least, and why.
+
+Exact attention loses nothing by any strategy. What a client fixes of sparse attention is done; how
+it is spread over ranks, if left open, is what moves least as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.strategy_choice import Strategy, exact_options, least, sparse_options
+from csps.configurator.traffic import Traffic
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.plans import (
+    ENGINE_NAMES,
+    SPARSE,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestion,
+    StrategyQuestions,
+)
+from csps.protocols.topology import Topology
+
+
+class StrategyRules:
+    """See the module.
+
+    Args:
+        shape: the model's attention, for what each strategy moves.
+        link_ratio: how much longer an element takes between servers than inside one.
+    """
+
+    def __init__(self, shape: AttentionShape, *, link_ratio: float = 1.0) -> None:
+        self._shape, self._link_ratio = shape, link_ratio
+
+    def answer(self, questions: StrategyQuestions) -> StrategyChoices:
+        """The strategies of buckets of the cost table."""
+        return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
+
+    def _answer(self, asked: StrategyQuestion) -> StrategyChoice:
+        places = [
+            f"0-{server}-{place}"
+            for server, instances in enumerate(asked.servers)
+            for place in range(instances)
+        ]
+        # A group may have fewer tokens than instances only if it is empty there.
+        tokens = max(asked.tokens, len(places))
+        return self.choose(asked.csa, group=Topology.of(places), tp=asked.tp, tokens=tokens)
+
+    def choose(
+        self, csa: CsaSettings | None, *, group: Topology, tp: int, tokens: int
+    ) -> StrategyChoice:
+        """The strategy of a prompt of so many tokens.
+
+        Args:
+            csa: sparse attention as asked for; None is exact.
+            group: where the instances stand, in ascending order.
+            tp: ranks of each.
+        """
+        if csa is None:
+            options = exact_options(self._shape, GroupShape.of(group, tp), tokens)
+            return self._least(options, len(group.locations))
+        if csa.strategy is not None:
+            return StrategyChoice(
+                strategy=ENGINE_NAMES[csa.strategy], reason=f"strategy '{csa.strategy}' as asked"
+            )
+        if csa.ntp_only:
+            return StrategyChoice(strategy=SPARSE, reason=f"SP-NTP, which {csa.ntp_only} needs")
+        return self._sparse(csa, group, tp, tokens)
+
+    def _sparse(self, csa: CsaSettings, group: Topology, tp: int, tokens: int) -> StrategyChoice:
+        members = len(group.locations)
+        spts = even_spts(tokens, members)
+        plan = csa.for_group(
+            [str(place) for place in group.locations],
+            layers=self._shape.layers,
+            longest_spt=spts[0],
+        )
+        return self._least(sparse_options(self._shape, plan, tp=tp, spts=spts), members)
+
+    def _least(self, options: Mapping[Strategy, Traffic], instances: int) -> StrategyChoice:
+        """What moves least, and what all of them move."""
+        chosen = least(options, link_ratio=self._link_ratio)
+        if not any(traffic.cost(1.0) for traffic in options.values()):
+            return StrategyChoice(
+                strategy=chosen, reason=f"'{chosen}', which on one instance exchanges nothing"
+            )
+        figures = ", ".join(
+            f"'{name}' {traffic.cost(self._link_ratio) / 1e6:.3g}"
+            for name, traffic in options.items()
+        )
+        counted = "" if self._link_ratio == 1 else f", one between servers as {self._link_ratio:g}"
+        return StrategyChoice(
+            strategy=chosen,
+            reason=(
+                f"'{chosen}', because nothing moves less, in million elements a layer on "
+                f"{instances} instance{'s' * (instances > 1)}{counted}: {figures}"
+            ),
+        )
+
+
+def even_spts(tokens: int, members: int) -> list[int]:
+    """Tokens of each member, longer ones first, as policies level them."""
+    return [tokens // members + (member < tokens % members) for member in range(members)]

@@ -1,0 +1,160 @@
+"""The cost table that the router's scheduler looks strategies up in, filled by the configurator.
+
+No request waits for the configurator. A bucket that nobody has filled in runs by its class's own
+strategy; it is asked for in the background, and the next table has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.gang_client import GangClient
+from csps.protocols.plans import (
+    AUTO,
+    RequestClass,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestion,
+    StrategyQuestions,
+)
+from csps.protocols.topology import Location
+from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable, shape_of
+from csps.services.scheduling.events import AnyEvent, Calibrated
+
+_log = logging.getLogger(__name__)
+
+Configure = Callable[[StrategyQuestions], Awaitable[StrategyChoices]]
+"""The configurator, wherever it runs; exceptions cost only the advice."""
+
+ANSWER_S = 5.0
+"""For the configurator's answer."""
+PAUSE_S = 1.0
+"""Before a question that got none is asked again."""
+MAX_CLASSES = 64
+"""Classes with wishes of their own; clients may think of any number of them."""
+LONGEST = 1 << 21
+"""Tokens up to which buckets are filled before anybody asks."""
+
+
+class CostBook:
+    """Keeps tables by digest, and why each strategy was chosen.
+
+    Args:
+        table: to begin with: latency models, and buckets that are known already.
+        configure: asked for cold buckets.
+    """
+
+    def __init__(self, table: CostTable, configure: Configure) -> None:
+        self._store = {table.digest: table}
+        self._newest = table
+        self.costs = Costs(table, self._store)
+        """What the scheduler looks things up in."""
+        self._configure = configure
+        self._tell: Callable[[AnyEvent], None] | None = None
+        self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
+        self._choices: dict[Bucket, StrategyChoice] = {}
+        self._wanted: dict[Bucket, None] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    def start(self, tell: Callable[[AnyEvent], None]) -> None:
+        """Announce new tables to `tell` from now on."""
+        self._tell = tell
+
+    async def close(self) -> None:
+        """Ask for nothing more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+
+    # --- what may be asked for -----------------------------------------------------------------
+
+    def know(self, cls: RequestClass) -> None:
+        """A request of this class was submitted."""
+        self._classes[cls.key] = cls.csa
+        self._classes.move_to_end(cls.key)
+        if len(self._classes) > MAX_CLASSES:
+            oldest = next(key for key in self._classes if key != AUTO)
+            del self._classes[oldest]
+
+    def gang_up(self, gang: GangClient) -> None:
+        """Fill in what most requests will ask for, before they do."""
+        if gang.role != "prefill":
+            return
+        places = sorted(map(Location.parse, gang.locations))
+        shapes = {shape_of(places[:count], gang.tp): None for count in range(1, len(places) + 1)}
+        exponents = range(LONGEST.bit_length())
+        self._want([Bucket(AUTO, *it) for it in itertools.product(shapes, exponents)])
+
+    def look(self) -> None:
+        """Ask for the buckets that the scheduler has missed since the last time."""
+        if cold := self.costs.cold():
+            self._want(cold)
+
+    def why(self, bucket: Bucket, strategy: str) -> str:
+        """Why a step runs by this strategy, for people."""
+        known = self._choices.get(bucket)
+        if known is not None and known.strategy == strategy:
+            return known.reason
+        return f"'{strategy}', as nothing was compared yet for such prompts and groups"
+
+    # --- asking --------------------------------------------------------------------------------
+
+    def _want(self, buckets: Sequence[Bucket]) -> None:
+        filled = self._newest.buckets
+        self._wanted.update((it, None) for it in buckets if it not in filled)
+        if self._wanted and self._asking is None:
+            self._asking = asyncio.create_task(self._ask(), name="ask the configurator")
+            self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
+
+    async def _ask(self) -> None:
+        while self._wanted:
+            wanted = [it for it in self._wanted if it.cls in self._classes]
+            self._wanted.clear()
+            questions = StrategyQuestions(asked=tuple(map(self._question, wanted)))
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    answer = await self._configure(questions)
+            except Exception as exc:  # it may run elsewhere and fail in any way
+                _log.warning("the configurator did not answer (%s); asking again", exc)
+                self._wanted.update(dict.fromkeys(wanted))
+                await asyncio.sleep(PAUSE_S)
+                continue
+            self._enter(dict(zip(wanted, answer.chosen, strict=True)))
+
+    def _question(self, bucket: Bucket) -> StrategyQuestion:
+        return StrategyQuestion(
+            csa=self._classes[bucket.cls],
+            servers=bucket.shape.servers,
+            tp=bucket.shape.tp,
+            tokens=max(1, 3 << bucket.exponent >> 1),
+        )
+
+    def _enter(self, chosen: Mapping[Bucket, StrategyChoice]) -> None:
+        """Put a table in force that has these buckets, and those of classes that are in use."""
+        old = self._newest.buckets
+        buckets = {it: allowed for it, allowed in old.items() if it.cls in self._classes}
+        buckets |= {it: (Allowed(choice.strategy),) for it, choice in chosen.items()}
+        known = {**self._choices, **chosen}
+        self._choices = {it: choice for it, choice in known.items() if it in buckets}
+        before, table = self._newest, replace(self._newest, buckets=buckets)
+        if table.digest == before.digest:
+            return
+        self._newest = table
+        self._store.pop(table.digest, None)  # tables stand in the order in which they were told
+        self._store[table.digest] = table
+        assert self._tell is not None, "asked before it was started"
+        self._tell(Calibrated(digest=table.digest))
+        self._forget_former()
+
+    def _forget_former(self) -> None:
+        """Tables from before the one in force; later ones are about to be."""
+        for digest in list(self._store):
+            if digest == self.costs.table.digest:
+                return
+            del self._store[digest]

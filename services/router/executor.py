@@ -1,0 +1,240 @@
+"""Carries the scheduler's commands out on the ranks. It decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from csps.protocols.errors import ConnectionLost, DeadlineExceeded
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import CancelRequest, JoinBatch
+from csps.protocols.schema import pack
+from csps.protocols.topology import Location
+from csps.services.router.attached import AttachedGangs
+from csps.services.router.cost_book import CostBook
+from csps.services.router.elaborate import csa_plan, shown_plan
+from csps.services.router.reports import Reports, error_of
+from csps.services.router.requests import Requests
+from csps.services.router.sequences import LiveSequence, Sequences, live_sequence
+from csps.services.router.step_messages import kv_shares, prefill_messages, reserve_message
+from csps.services.router.steps import Steps
+from csps.services.router.trim import trimmed
+from csps.services.running import Placement
+from csps.services.scheduling import commands
+from csps.services.scheduling.cost import Bucket, shape_of
+from csps.services.scheduling.events import AnyEvent, StepDone
+from csps.services.scheduling.ids import gang_of, index_of
+
+_log = logging.getLogger(__name__)
+
+
+class Executor:
+    """See the module.
+
+    One sequencer: `_launch` sends a step to every rank of the gang without giving the event loop
+    away in between, so all ranks see all steps in one order. That is what keeps steps on
+    overlapping groups from waiting for each other.
+
+    Args:
+        gangs: those that are attached now.
+        costs: why a step runs by its strategy.
+        tell: takes events for the scheduler.
+    """
+
+    def __init__(
+        self,
+        *,
+        gangs: AttachedGangs,
+        costs: CostBook,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        reports: Reports,
+        tell: Callable[[AnyEvent], None],
+    ) -> None:
+        self._gangs, self._costs = gangs, costs
+        self._requests, self._sequences, self._steps = requests, sequences, steps
+        self._reports, self._tell = reports, tell
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.fault: BaseException | None = None
+        """A mistake of ours in the background, for health checks."""
+        self._actions: dict[type[commands.Command], Callable[[Any], None]] = {
+            commands.Reserve: self._reserve,
+            commands.RunStep: self._run_step,
+            commands.SetGroup: self._set_group,
+            commands.Cancel: self._cancel,
+            commands.Restart: self._restart,
+            commands.Refuse: self._refuse,
+            commands.Fail: self._fail,
+            commands.ResetGang: self._reset_gang,
+        }
+
+    def carry_out(self, decided: Sequence[commands.Command]) -> None:
+        """In the order given."""
+        for command in decided:
+            self._actions[type(command)](command)
+        self._costs.look()
+
+    async def close(self) -> None:
+        """Stop what goes on in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._background_done)
+        return task
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("carrying out a command failed", exc_info=error)
+            self.fault = error
+
+    # --- reserving -----------------------------------------------------------------------------
+
+    def _reserve(self, command: commands.Reserve) -> None:
+        running = self._requests.get(command.request)
+        decode = self._gangs.get(gang_of(command.master))
+        if running is None or decode is None:
+            return  # withdrawn, or lost, in this very turn: the scheduler is about to hear of it
+        known = running.generation.prompt.size + running.drawn_tokens.size
+        assert command.prompt_tokens == known, "the scheduler counts other tokens"
+        sequence = live_sequence(command, running, decode)
+        self._sequences.add(sequence)
+        running.sequence = sequence.id
+        self._requests.placed(running)
+        sequence.reserving = self._in_background(self._ask_for_slots(sequence))
+
+    async def _ask_for_slots(self, sequence: LiveSequence) -> None:
+        """Ask every decode rank; a rank that refuses holds nothing."""
+        decode, command = sequence.decode, sequence.command
+        message = reserve_message(sequence, epoch=self._gangs.epoch_of(decode))
+        deadline_s = max(0.0, (command.deadline_ns - time.monotonic_ns()) / 1e9)
+        answers = await asyncio.gather(
+            *(
+                decode.call(rank, "reserve", message, deadline_s=deadline_s)
+                for rank in range(decode.world_size)
+            ),
+            return_exceptions=True,
+        )
+        errors = {rank: it for rank, it in enumerate(answers) if isinstance(it, Exception)}
+        for rank, error in errors.items():
+            if not isinstance(error, DeadlineExceeded | ConnectionLost):
+                self._reports.free(sequence, gang_of(command.master), rank)
+        if errors and not sequence.over:
+            self._reports.fail(sequence, next(iter(errors.values())))
+        if sequence.withdrawn:
+            self._free_at_decode(sequence)
+
+    # --- steps ---------------------------------------------------------------------------------
+
+    def _run_step(self, command: commands.RunStep) -> None:
+        self._in_background(self._launch_when_reserved(command))
+
+    async def _launch_when_reserved(self, command: commands.RunStep) -> None:
+        """KV of a request that no decode rank has heard of yet would be thrown away."""
+        by_id = self._sequences.by_id
+        members = [by_id.get(piece.sequence) for piece in command.pieces]
+        await asyncio.gather(*(it.reserving for it in members if it is not None and it.reserving))
+        gang = self._gangs.get(gang_of(command.group[0]))
+        if gang is None:
+            return
+        sequences = [it for it in members if it is not None]
+        assert len(sequences) == len(members), "a piece of a sequence that was never reserved"
+        rest, idle = trimmed(command, {it.id for it in sequences if it.over})
+        for instance in idle:
+            self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
+        if rest.pieces:
+            self._launch(rest, gang, [it for it in sequences if not it.over])
+
+    def _launch(
+        self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
+    ) -> None:
+        """The sequencer. Nothing in here may await."""
+        csa = csa_plan(command, sequences[0].running.generation.csa, gang)
+        for rank, message in enumerate(prefill_messages(command, sequences, gang, csa)):
+            gang.notify(rank, "prefill", message)
+        self._steps.launched(command, gang, sequences)
+        for piece, sequence in zip(command.pieces, sequences, strict=True):
+            if piece.start == 0:
+                running = sequence.running
+                running.placement = _shown(command, sequence)
+                why = self._costs.why(_bucket(command, gang), command.strategy)
+                running.plan = shown_plan(command, running.generation, csa, why)
+                self._requests.launched(running)
+
+    # --- decoding ------------------------------------------------------------------------------
+
+    def _set_group(self, command: commands.SetGroup) -> None:
+        if (gang := self._gangs.get(command.gang)) is None:
+            return
+        for number in command.joined:
+            if (sequence := self._sequences.serving(number)) is not None:
+                message = JoinBatch(rid=number, first_token=sequence.last_token)
+                gang.notify(0, "join", pack(message))
+                self._requests.handed_over(sequence.running)
+
+    # --- ending --------------------------------------------------------------------------------
+
+    def _cancel(self, command: commands.Cancel) -> None:
+        if (sequence := self._sequences.by_id.get(command.sequence)) is None:
+            return
+        sequence.over = True
+        for number in command.gangs:
+            if (gang := self._gangs.get(number)) is None:
+                continue
+            if gang is not sequence.decode:
+                gang.notify_all("cancel", pack(CancelRequest(rid=sequence.id)))
+            elif sequence.reserving is not None and not sequence.reserving.done():
+                sequence.withdrawn = True
+            else:
+                self._free_at_decode(sequence)
+        self._sequences.settle(sequence)
+
+    def _free_at_decode(self, sequence: LiveSequence) -> None:
+        sequence.decode.notify_all("cancel", pack(CancelRequest(rid=sequence.id)))
+
+    def _restart(self, command: commands.Restart) -> None:
+        if (sequence := self._sequences.by_id.get(command.sequence)) is not None:
+            sequence.over = True
+            self._sequences.settle(sequence)
+        if (running := self._requests.get(command.request)) is not None:
+            error = error_of(command.error)
+            _log.info("request %s starts over: %s", running.generation.request_id, error)
+            self._requests.restart(running, error)
+
+    def _refuse(self, command: commands.Refuse) -> None:
+        if (running := self._requests.get(command.request)) is not None:
+            self._requests.refuse(running, error_of(command.error))
+
+    def _fail(self, command: commands.Fail) -> None:
+        if (running := self._requests.get(command.request)) is not None:
+            self._requests.fail(running, error_of(command.error))
+
+    def _reset_gang(self, command: commands.ResetGang) -> None:
+        if (gang := self._gangs.get(command.gang)) is not None:
+            gang.hang_up(command.reason)
+
+
+def _shown(command: commands.RunStep, sequence: LiveSequence) -> Placement:
+    reserved = sequence.command
+    return Placement(
+        group=tuple(map(index_of, command.group)),
+        bounds=command.bounds,
+        shares=kv_shares(reserved.shares),
+        master=index_of(reserved.master),
+        batched_with=len(command.pieces) - 1,
+    )
+
+
+def _bucket(command: commands.RunStep, gang: GangClient) -> Bucket:
+    """Of the cost table, that the step's strategy was looked up in."""
+    places = [Location.parse(gang.locations[index_of(it)]) for it in command.group]
+    exponent = command.bounds[-1].bit_length() - 1
+    return Bucket(command.cls, shape_of(places, gang.tp), exponent)

@@ -1,0 +1,177 @@
+"""What ranks tell the router: tokens go to their requests, facts become events of the scheduler.
+
+Tokens bypass the scheduler. A frame of them costs a look-up and an append each; of an answer the
+scheduler learns its first token, because KV must land soon after it, and its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from csps.protocols.errors import CspsError, FaultError, ProtocolError
+from csps.protocols.errors import from_wire as error_from_wire
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import (
+    KvLanded,
+    PrefillDone,
+    PrefillProgress,
+    RequestFailed,
+    SlotsFreed,
+    TokenDrawn,
+    Tokens,
+)
+from csps.protocols.schema import unpack
+from csps.services.router.requests import Requests
+from csps.services.router.sequences import LiveSequence, Sequences
+from csps.services.router.steps import Steps
+from csps.services.scheduling.events import (
+    AnyEvent,
+    Failed,
+    Finished,
+    FirstToken,
+    Freed,
+    Heard,
+    Landed,
+    StepDone,
+    WireError,
+)
+from csps.services.scheduling.ids import GangId, instance_id
+
+HEARD_S = 1.0
+"""Signs of life of an instance that are closer together are one."""
+
+Tell = Callable[[AnyEvent], None]
+
+
+class Reports:
+    """Reads the notifications of all ranks.
+
+    Args:
+        tell: takes events for the scheduler.
+    """
+
+    def __init__(self, requests: Requests, sequences: Sequences, steps: Steps, tell: Tell) -> None:
+        self._requests, self._sequences, self._steps = requests, sequences, steps
+        self._tell = tell
+        self._heard: dict[tuple[GangId, int], float] = {}
+        self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
+            "prefill_progress": self._prefill_progress,
+            "prefill_done": self._prefill_done,
+            "landed": self._landed,
+            "freed": self._freed,
+            "failed": self._failed,
+        }
+
+    def read(self, number: GangId, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        """A notification from a rank of an attached gang.
+
+        Raises:
+            ProtocolError: it is none that a router knows.
+        """
+        self._hear(number, gang.instance_of(rank))
+        if method == "tokens":  # thousands a second: before everything else
+            for token in unpack(Tokens, payload).each():
+                self._token(token)
+        elif (reader := self._readers.get(method)) is not None:
+            reader(number, gang, rank, payload)
+        else:
+            raise ProtocolError(f"rank {rank} sent {method}, which a router does not know")
+
+    def forget(self, number: GangId) -> None:
+        """The gang is gone."""
+        self._heard = {key: at for key, at in self._heard.items() if key[0] != number}
+
+    def _hear(self, number: GangId, instance: int) -> None:
+        now = time.monotonic()
+        if now - self._heard.get((number, instance), 0.0) >= HEARD_S:
+            self._heard[number, instance] = now
+            self._tell(Heard(instances=(instance_id(number, instance),)))
+
+    # --- tokens --------------------------------------------------------------------------------
+
+    def _token(self, token: TokenDrawn) -> None:
+        sequence = self._sequences.serving(token.rid)
+        if sequence is None or sequence.running.ended:
+            return
+        if token.index != sequence.next_index:
+            error = f"token {token.index} arrived where {sequence.next_index} was due"
+            self.fail(sequence, ProtocolError(error))
+            return
+        first = sequence.next_index == sequence.first_index
+        sequence.next_index += 1
+        sequence.last_token = token.token
+        self._requests.deliver(sequence.running, token)
+        if token.finish_reason is not None:
+            sequence.over = True
+            self._tell(Finished(sequence=sequence.id, drawn=sequence.next_index))
+            self._sequences.settle(sequence)
+        elif first:
+            self._tell(FirstToken(sequence=sequence.id))
+
+    def fail(self, sequence: LiveSequence, error: Exception) -> None:
+        """The sequence cannot go on; the scheduler decides what becomes of its request."""
+        sequence.over = True
+        self._tell(
+            Failed(
+                sequence=sequence.id,
+                drawn=sequence.next_index,
+                error=wire_error(error),
+                retryable=isinstance(error, FaultError),
+            )
+        )
+
+    # --- facts ---------------------------------------------------------------------------------
+
+    def _prefill_progress(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        unpack(PrefillProgress, payload)
+
+    def _prefill_done(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        done = unpack(PrefillDone, payload)
+        instance = instance_id(number, gang.instance_of(rank))
+        took_s = self._steps.rank_done(done, instance)
+        if took_s is not None:
+            self._tell(StepDone(step=done.job_id, instance=instance, took_ns=int(took_s * 1e9)))
+
+    def _landed(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        landed = unpack(KvLanded, payload)
+        sequence = self._sequences.serving(landed.rid)
+        instance = instance_id(number, gang.instance_of(rank))
+        if sequence is not None and sequence.unlanded.reported(instance, rank):
+            self._tell(Landed(sequence=sequence.id, instance=instance, tokens=landed.tokens))
+
+    def _freed(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        freed = unpack(SlotsFreed, payload)
+        if (sequence := self._sequences.by_id.get(freed.rid)) is not None:
+            self.free(sequence, number, rank)
+
+    def free(self, sequence: LiveSequence, number: GangId, rank: int) -> None:
+        """A decode rank holds nothing of the sequence."""
+        instance = instance_id(number, sequence.decode.instance_of(rank))
+        if sequence.unfreed.reported(instance, rank):
+            self._tell(Freed(sequence=sequence.id, instance=instance))
+        self._sequences.settle(sequence)
+
+    def _failed(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        failed = unpack(RequestFailed, payload)
+        if (sequence := self._sequences.serving(failed.rid)) is not None:
+            self.fail(sequence, _error_of(failed))
+
+
+def wire_error(error: Exception) -> WireError:
+    """An exception as the scheduler keeps it."""
+    data = error.wire_data() if isinstance(error, CspsError) else None
+    return WireError(type(error).__name__, str(error), data or None)
+
+
+def error_of(wire: WireError) -> CspsError:
+    """The exception that the scheduler means."""
+    return error_from_wire({"code": wire.code, "message": wire.message, "data": wire.data})
+
+
+def _error_of(failed: RequestFailed) -> CspsError:
+    wire: dict[str, Any] = {"code": failed.code, "message": failed.message}
+    if failed.param is not None:
+        wire["data"] = {"message": failed.message, "param": failed.param}
+    return error_from_wire(wire)

@@ -1,0 +1,111 @@
+"""One attempt at a request as the router keeps track of it on the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from csps.protocols.gang_client import GangClient
+from csps.services.running import Running
+from csps.services.scheduling.commands import Reserve
+from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
+
+
+class InstanceRanks:
+    """Which ranks of which instances have not reported yet: events speak of instances, and all
+    `tp` ranks of one hold the same tokens, each with its own heads."""
+
+    def __init__(self, gang: GangClient, instances: Iterator[InstanceId]) -> None:
+        self.gang = gang
+        self._missing = {it: set(gang.ranks_of(index_of(it))) for it in instances}
+
+    def __bool__(self) -> bool:
+        return bool(self._missing)
+
+    def __contains__(self, instance: InstanceId) -> bool:
+        return instance in self._missing
+
+    def reported(self, instance: InstanceId, rank: int) -> bool:
+        """A rank has reported; true if it was the last one of its instance."""
+        missing = self._missing.get(instance)
+        if missing is None:
+            return False
+        missing.discard(rank)
+        if missing:
+            return False
+        del self._missing[instance]
+        return True
+
+    def clear(self) -> None:
+        """Nobody will report any more."""
+        self._missing.clear()
+
+
+@dataclass(eq=False, slots=True)
+class LiveSequence:
+    """A sequence from its reservation until every decode rank has freed what it holds.
+
+    It outlives its service to the request (`over`) by as long as its slots take to come back.
+    """
+
+    command: Reserve
+    running: Running
+    decode: GangClient
+    unlanded: InstanceRanks
+    unfreed: InstanceRanks
+    first_index: int
+    """Of the first token that this sequence draws; 0 unless a former one has drawn some."""
+    next_index: int
+    """Of the answer's token to come."""
+    reserving: asyncio.Task[None] | None = None
+    withdrawn: bool = False
+    """Its decode ranks are to free it as soon as all of them have answered the reservation."""
+    over: bool = False
+    """Serves its request no more: tokens that still come for it are dropped."""
+    last_token: int = -1
+
+    @property
+    def id(self) -> SequenceId:
+        """The name that ranks know it by."""
+        return self.command.sequence
+
+
+def live_sequence(command: Reserve, running: Running, decode: GangClient) -> LiveSequence:
+    """A sequence that nobody was asked for anything yet."""
+    holders = dict.fromkeys((*(share.instance for share in command.shares), command.master))
+    return LiveSequence(
+        command=command,
+        running=running,
+        decode=decode,
+        unlanded=InstanceRanks(decode, iter({share.instance: 0 for share in command.shares})),
+        unfreed=InstanceRanks(decode, iter(holders)),
+        first_index=running.timings.tokens,
+        next_index=running.timings.tokens,
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Sequences:
+    """All of them, by their ids."""
+
+    by_id: dict[SequenceId, LiveSequence] = field(default_factory=dict)
+
+    def add(self, sequence: LiveSequence) -> None:
+        """It was reserved."""
+        assert sequence.id not in self.by_id, "sequence ids never come again"
+        self.by_id[sequence.id] = sequence
+
+    def serving(self, number: SequenceId) -> LiveSequence | None:
+        """The sequence, unless it is over or was never here."""
+        sequence = self.by_id.get(number)
+        return None if sequence is None or sequence.over else sequence
+
+    def settle(self, sequence: LiveSequence) -> None:
+        """Forget it once it is over and nothing of it is left anywhere."""
+        if sequence.over and not sequence.unfreed:
+            self.by_id.pop(sequence.id, None)
+
+    def on(self, gang: GangClient) -> list[LiveSequence]:
+        """Those that a decode gang holds, in order of their ids."""
+        return [it for _, it in sorted(self.by_id.items()) if it.decode is gang]

@@ -1,0 +1,120 @@
+"""What the ranks are told about a step and its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csps.protocols.csa import CsaPlan
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Reserve, Span
+from csps.protocols.schema import pack
+from csps.services.router.sequences import LiveSequence
+from csps.services.running import Running
+from csps.services.scheduling import commands
+from csps.services.scheduling.ids import index_of
+
+
+def reserve_message(sequence: LiveSequence, *, epoch: str) -> dict[str, Any]:
+    """`reserve`, the same for every rank of the decode gang."""
+    command, running = sequence.command, sequence.running
+    csa = running.generation.csa
+    return pack(
+        Reserve(
+            rid=sequence.id,
+            epoch=epoch,
+            shares=kv_shares(command.shares),
+            master=index_of(command.master),
+            prompt_length=command.prompt_tokens,
+            drawn=token_bytes(running.drawn_tokens),
+            sampling=running.generation.sampling,
+            prompt_tokens=_penalized_tokens(running),
+            kept_only=csa is not None and csa.decode_kept_only,
+            trace=running.carrier,
+        )
+    )
+
+
+def prefill_messages(
+    command: commands.RunStep,
+    sequences: list[LiveSequence],
+    gang: GangClient,
+    csa: CsaPlan | None,
+) -> list[dict[str, Any]]:
+    """`prefill` for every rank of the gang, in rank order, each with its share of the tokens.
+
+    Args:
+        sequences: of the step's pieces, in their order.
+    """
+    group = tuple(index_of(instance) for instance in command.group)
+    pieces = list(zip(command.pieces, sequences, strict=True))
+    tokens = np.concatenate([piece_tokens(piece, it.running) for piece, it in pieces])
+    common = PrefillJob(
+        job_id=command.step,
+        group=group,
+        bounds=command.bounds,
+        pieces=tuple(
+            _piece(piece, sequence, history)
+            for (piece, sequence), history in zip(pieces, command.history, strict=True)
+        ),
+        strategy=command.strategy,
+        csa=csa,
+        urgent=command.urgent,
+        trace=sequences[0].running.carrier,
+    )
+    messages = [pack(common)] * gang.world_size
+    for member, instance in enumerate(group):
+        share = tokens[command.bounds[member] : command.bounds[member + 1]]
+        message = pack(replace(common, tokens=token_bytes(share)))
+        for rank in gang.ranks_of(instance):
+            messages[rank] = message
+    return messages
+
+
+def piece_tokens(piece: commands.Piece, running: Running) -> NDArray[np.int32]:
+    """What a step computes of a request: its prompt, and what was drawn before a fault."""
+    tokens = running.generation.prompt
+    if running.drawn_tokens.size:
+        tokens = np.concatenate((tokens, running.drawn_tokens))
+    return tokens[piece.start : piece.start + piece.length]
+
+
+def token_bytes(tokens: NDArray[np.int32]) -> bytes:
+    """Token ids as they travel: little-endian int32."""
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def kv_shares(shares: tuple[commands.Share, ...]) -> tuple[KvShare, ...]:
+    """Shares as ranks are told of them: an instance by its place in its gang."""
+    return tuple(
+        KvShare(instance=index_of(it.instance), span=Span(start=it.start, stop=it.stop))
+        for it in shares
+    )
+
+
+def _piece(
+    piece: commands.Piece, sequence: LiveSequence, history: tuple[commands.Share, ...]
+) -> PrefillPiece:
+    running, stop = sequence.running, piece.start + piece.length
+    return PrefillPiece(
+        rid=sequence.id,
+        start=piece.start,
+        length=piece.length,
+        history=kv_shares(history),
+        destinations=kv_shares(sequence.command.shares),
+        last=stop == sequence.command.prompt_tokens,
+        drawn=token_bytes(running.drawn_tokens),
+        sampling=running.generation.sampling,
+        prompt_tokens=_penalized_tokens(running),
+    )
+
+
+def _penalized_tokens(running: Running) -> bytes:
+    """Distinct prompt tokens. Only the repetition penalty looks at the prompt."""
+    generation = running.generation
+    if generation.sampling.repetition_penalty == 1.0:
+        return b""
+    return token_bytes(np.unique(generation.prompt))

@@ -1,0 +1,54 @@
+"""Steps that ranks have been told to run, until the last of their ranks has reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import PrefillDone
+from csps.services.router.sequences import InstanceRanks, LiveSequence
+from csps.services.scheduling.commands import RunStep
+from csps.services.scheduling.ids import InstanceId, StepId
+
+
+@dataclass(eq=False, slots=True)
+class _RunningStep:
+    sequences: list[LiveSequence]
+    undone: InstanceRanks
+    figures: list[PrefillDone] = field(default_factory=list)
+    took_s: dict[InstanceId, float] = field(default_factory=dict)
+
+
+class Steps:
+    """All of them; also what their ranks have measured, which goes to the requests' timings."""
+
+    def __init__(self) -> None:
+        self._running: dict[StepId, _RunningStep] = {}
+
+    def launched(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
+        """The step was sent to every rank of the gang."""
+        undone = InstanceRanks(gang, iter(command.group))
+        self._running[command.step] = _RunningStep(sequences, undone)
+
+    def rank_done(self, done: PrefillDone, instance: InstanceId) -> float | None:
+        """A rank has reported; returns the seconds that its instance took if it was the last one
+        of it: computing and exchanging, without the line and without what overtook it."""
+        step = self._running.get(done.job_id)
+        if step is None:
+            return None
+        step.figures.append(done)
+        took_s = max(step.took_s.get(instance, 0.0), done.compute_s + done.communication_s)
+        step.took_s[instance] = took_s
+        if not step.undone.reported(instance, done.rank):
+            return None
+        if not step.undone:
+            del self._running[done.job_id]
+            for sequence in step.sequences:
+                sequence.running.timings.add_figures(step.figures)
+        return took_s
+
+    def forget(self, gang: GangClient) -> None:
+        """The gang is gone, and its steps with it."""
+        self._running = {
+            number: step for number, step in self._running.items() if step.undone.gang is not gang
+        }

@@ -1,0 +1,45 @@
+"""The scheduler's parts as the settings have them."""
+
+from __future__ import annotations
+
+from csps.services.profiling.latency_source import latency_table
+from csps.services.scheduling.cost import Costs, CostTable
+from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
+from csps.services.settings import Settings
+
+
+def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
+    """The scheduler with the policy that the operator named."""
+    scheduling = settings.scheduling
+    return Scheduler(
+        make_policy(scheduling.policy, scheduling.options),
+        costs,
+        limits=QueueLimits(**settings.queue.model_dump()),
+        deadlines=make_deadlines(settings),
+    )
+
+
+def first_costs(settings: Settings) -> CostTable:
+    """What strategies and groups are compared by at first: the times that were profiled here, or
+    those that come with csps, and no bucket filled in yet."""
+    return CostTable(latencies=latency_table(settings))
+
+
+def make_deadlines(settings: Settings) -> DeadlineSettings:
+    """The scheduler's deadlines, of which the operator may have set some."""
+    given = settings.deadlines
+    return DeadlineSettings(
+        reserve_ns=_ns(given.reserve_s),
+        reserve_token_ns=_ns(given.reserve_s_per_1k_tokens / 1000),
+        landing_ns=_ns(given.landing_s),
+        landing_token_ns=_ns(given.landing_s_per_1k_tokens / 1000),
+        prefill_silence_ns=_ns(settings.prefill.progress_deadline_s),
+        decode_silence_ns=_ns(settings.decode.silence_deadline_s),
+        gang_recovery_ns=_ns(given.gang_recovery_s),
+    )
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * SECOND_NS)
