@@ -1,0 +1,64 @@
+"""The process that holds all paced ranks: `python benchmarks/paced/cell.py CLUSTER [--emitted]`.
+
+Prints one line of JSON, where the ranks listen, and goes on until its standard input is closed;
+then another one, how it went, with the time of every token if asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import uvloop
+
+# Run as a script, the module path starts inside the folder, where `paced` is not a name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
+from paced.decode import PacedDecode  # noqa: E402
+from paced.prefill import PacedPrefill  # noqa: E402
+from paced.ranks import Words, timeline  # noqa: E402
+
+SECRET = b"only for paced ranks on loopback"
+FIRST_WORD, WORDS = 300, 800
+"""Tokens of the needle model's vocabulary that are ordinary text."""
+
+
+async def run(cluster_name: str, *, emitted: bool) -> None:
+    """Serve until nobody wants it any more."""
+    cluster = load_cluster(cluster_name)
+    clock = timeline()
+    words = Words(range(FIRST_WORD, FIRST_WORD + WORDS))
+    decode = PacedDecode(clock, cluster, words, SECRET)
+    decode.emitted = [] if emitted else None
+    prefill = PacedPrefill(clock, cluster, decode, words, SECRET)
+    members = {
+        "prefill": asdict(await prefill.ranks.start()),
+        "decode": asdict(await decode.ranks.start()),
+    }
+    gc.freeze()
+    print(json.dumps(members), flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await prefill.ranks.close()
+        await decode.ranks.close()
+        print(
+            json.dumps(
+                {
+                    "latest_ms": clock.latest_ns / 1e6,
+                    "tokens": decode.tokens,
+                    "left": prefill.steps + decode.held,
+                    **({"emitted": decode.emitted} if emitted else {}),
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    uvloop.run(run(sys.argv[1], emitted="--emitted" in sys.argv))

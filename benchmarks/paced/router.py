@@ -1,0 +1,107 @@
+"""The router as a plain process: `python benchmarks/paced/router.py CLUSTER POLICY [OPTION...]`,
+with the ranks' addresses on standard input. Prints its port, and goes on until standard input is
+closed.
+
+Everything behind Ray Serve's shell is the deployed one. A static directory stands in for the
+registry, and there is no configurator: all attention is exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+# Run as a script, the module path starts inside the folder, where `paced` is not a name.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
+from csps.loadgen.simulator.simulate import options_of, scheduler_with  # noqa: E402
+from csps.protocols.plans import StrategyChoice, StrategyChoices, StrategyQuestions  # noqa: E402
+from csps.services.cluster import Cluster  # noqa: E402
+from csps.services.configurator import attention_shape  # noqa: E402
+from csps.services.credentials import ApiKeys  # noqa: E402
+from csps.services.directory import ClusterView, StaticDirectory  # noqa: E402
+from csps.services.generations import MemoryGenerations  # noqa: E402
+from csps.services.http_app import Api  # noqa: E402
+from csps.services.intake import Intake  # noqa: E402
+from csps.services.metrics import Metrics  # noqa: E402
+from csps.services.router.cost_book import CostBook  # noqa: E402
+from csps.services.router.service import RequestService  # noqa: E402
+from csps.services.scheduling.cost import EXACT_STRATEGY, CostTable  # noqa: E402
+from csps.services.settings import Settings  # noqa: E402
+from paced.cell import SECRET  # noqa: E402
+from paced.driver import members  # noqa: E402
+
+READY_S = 20.0
+"""For the router to attach to all ranks."""
+
+
+async def exact(questions: StrategyQuestions) -> StrategyChoices:
+    """In the configurator's place: exact attention for everybody."""
+    choice = StrategyChoice(strategy=EXACT_STRATEGY, reason="paced ranks know no other")
+    return StrategyChoices(chosen=(choice,) * len(questions.asked))
+
+
+async def serve(
+    listing: dict[str, Any], cluster_name: str, policy: str, options: Sequence[str]
+) -> None:
+    """Serve until nobody wants it any more."""
+    view = ClusterView(prefill=members(listing["prefill"]), decode=members(listing["decode"]))
+    cluster = Cluster(
+        StaticDirectory(view), secret=SECRET, router_id="paced", generations=MemoryGenerations()
+    )
+    settings = Settings(model="needle", served_model_name="paced")
+    metrics = Metrics(settings.model_name)
+    costs = CostBook(CostTable(latencies=load_cluster(cluster_name).table), exact)
+    service = RequestService(
+        cluster=cluster,
+        scheduler=scheduler_with(costs.costs, policy, options_of(options)),
+        costs=costs,
+        shape=attention_shape(settings),
+        observer=metrics,
+    )
+    metrics.watch(service)
+    api = Api(
+        intake=Intake(settings),
+        engine=service,
+        keys=ApiKeys([]),
+        metrics=metrics,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    await service.start()
+    try:
+        await cluster.wait_ready(READY_S)
+        await _listen(api)
+        service.check_health()
+        service.check_integrity()
+    finally:
+        await service.close(0.0)
+
+
+async def _listen(api: Api) -> None:
+    config = uvicorn.Config(
+        api.app(), port=0, log_level="warning", lifespan="off", access_log=False
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.01)
+    gc.freeze()
+    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(json.loads(sys.stdin.readline()), sys.argv[1], sys.argv[2], sys.argv[3:]))

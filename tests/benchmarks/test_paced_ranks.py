@@ -1,0 +1,195 @@
+"""Paced ranks speak the ranks' protocol, and keep to the model's times and slots."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from paced import compare, processes
+from paced.clock import PacedTimeline
+from paced.decode import PacedDecode
+from paced.http_client import Connection
+from paced.prefill import PacedPrefill
+from paced.ranks import Words
+
+from csps.loadgen.simulator.cluster_file import parse_cluster
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import (
+    CancelRequest,
+    JoinBatch,
+    KvShare,
+    PrefillJob,
+    PrefillPiece,
+    Reserve,
+    Sampling,
+    Span,
+    Tokens,
+)
+from csps.protocols.schema import pack, unpack
+
+SECRET = b"only for tests"
+PATIENCE_S = 20.0
+CLUSTER = parse_cluster(
+    {
+        "servers": [
+            {"instances": 2, "permissions": ["prefill"], "kv_slots": 1000},
+            {"instances": 2, "permissions": ["decode"], "kv_slots": 1000},
+        ],
+        "latency": {"steps": {1: [1e-3, 0, 0, 0]}, "decode": {2: [1e-3, 0, 0]}},
+    },
+    name="paced",
+)
+
+
+class Cell:
+    """Both gangs, and all that they tell."""
+
+    def __init__(self) -> None:
+        self.clock = PacedTimeline()
+        words = Words(range(100, 200))
+        self.decode = PacedDecode(self.clock, CLUSTER, words, SECRET)
+        self.prefill = PacedPrefill(self.clock, CLUSTER, self.decode, words, SECRET)
+        self.told: list[tuple[str, int, str, Any]] = []
+        self.news = asyncio.Event()
+        self.gangs: dict[str, GangClient] = {}
+
+    async def start(self) -> None:
+        for role, ranks in (("prefill", self.prefill.ranks), ("decode", self.decode.ranks)):
+            gang = GangClient(role, await ranks.start(), self._notified)  # type: ignore[arg-type]
+            await gang.connect(secret=SECRET, router_id="test")
+            await gang.attach(1)
+            self.gangs[role] = gang
+
+    async def close(self) -> None:
+        for gang in self.gangs.values():
+            await gang.close()
+        await self.prefill.ranks.close()
+        await self.decode.ranks.close()
+
+    def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        self.told.append((gang.role, rank, method, payload))
+        self.news.set()
+
+    def heard(self, method: str) -> list[tuple[int, Any]]:
+        return [(rank, payload) for _, rank, its, payload in self.told if its == method]
+
+    def tokens(self) -> list[int]:
+        frames = [unpack(Tokens, payload) for _, payload in self.heard("tokens")]
+        return [it.index for frame in frames for it in frame.each()]
+
+    async def until(self, method: str, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.heard(method)) < count:
+                self.news.clear()
+                await self.news.wait()
+
+    async def ask(self, rid: int, *, tokens: int, drawn: int = 0) -> None:
+        """Reserve and prefill 10 tokens on both instances, to land on both decode instances."""
+        shares = (
+            KvShare(instance=0, span=Span(start=0, stop=4)),
+            KvShare(instance=1, span=Span(start=4, stop=10)),
+        )
+        sampling = Sampling(max_tokens=tokens)
+        before = bytes(4 * drawn)
+        reserve = Reserve(
+            rid=rid,
+            epoch="e",
+            shares=shares,
+            master=1,
+            prompt_length=10,
+            sampling=sampling,
+            drawn=before,
+        )
+        await self.gangs["decode"].call_all("reserve", pack(reserve))
+        piece = PrefillPiece(
+            rid=rid, start=0, length=10, destinations=shares, sampling=sampling, drawn=before
+        )
+        job = PrefillJob(job_id=rid, group=(0, 1), bounds=(0, 5, 10), pieces=(piece,))
+        self.gangs["prefill"].notify_all("prefill", pack(job))
+
+
+@pytest.fixture
+async def cell() -> Any:
+    cell = Cell()
+    await cell.start()
+    try:
+        yield cell
+    finally:
+        await cell.close()
+
+
+async def test_one_request_from_reservation_to_freed_slots(cell: Cell) -> None:
+    await cell.ask(7, tokens=4)
+    await cell.until("landed", 2)
+    await cell.until("prefill_done", 2)
+    assert sorted((rank, it["tokens"]) for rank, it in cell.heard("landed")) == [(0, 4), (1, 6)]
+    assert {rank for rank, _ in cell.heard("prefill_done")} == {0, 1}
+    assert cell.tokens() == [0]
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=7, first_token=100)))
+    await cell.until("freed", 2)
+    assert cell.tokens() == [0, 1, 2, 3]
+    assert unpack(Tokens, cell.heard("tokens")[-1][1]).finish_reasons == {0: "length"}
+    assert (cell.prefill.steps, cell.decode.held) == (0, 0)
+
+
+async def test_an_answer_that_was_begun_goes_on(cell: Cell) -> None:
+    await cell.ask(8, tokens=5, drawn=2)
+    await cell.until("landed", 2)
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=8, first_token=100)))
+    await cell.until("freed", 2)
+    assert cell.tokens() == [2, 3, 4]
+
+
+async def test_a_cancelled_request_gives_its_slots_back(cell: Cell) -> None:
+    await cell.ask(9, tokens=500)
+    await cell.until("landed", 2)
+    cell.gangs["decode"].notify(0, "join", pack(JoinBatch(rid=9, first_token=100)))
+    await cell.until("tokens", 3)
+    for gang in cell.gangs.values():
+        gang.notify_all("cancel", pack(CancelRequest(rid=9)))
+    await cell.until("freed", 2)
+    assert cell.decode.held == 0
+
+
+async def test_actions_run_at_the_times_they_were_planned_for() -> None:
+    """However late the loop is, no lateness is handed on to what follows."""
+    clock = PacedTimeline()
+    done = asyncio.Event()
+    begin = clock.now_ns
+    times: list[int] = []
+
+    def act() -> None:
+        times.append(clock.now_ns - begin)
+        if len(times) == 50:
+            done.set()
+        else:
+            clock.at(clock.now_ns + 300_000, act)
+
+    clock.at(begin + 300_000, act)
+    async with asyncio.timeout(PATIENCE_S):
+        await done.wait()
+    assert times == [300_000 * (number + 1) for number in range(50)]
+
+
+async def test_the_router_serves_from_paced_ranks() -> None:
+    """As a benchmark uses it: three processes, and nothing left over."""
+    cluster = str(compare.CLUSTERS / "16.yaml")
+    with processes.served(cluster, "csps", *compare.POLICY_OPTIONS["csps"]) as server:
+        connection = Connection(server.port)
+        await connection.open()
+        streamed = await connection.ask(
+            {
+                "model": "paced",
+                "prompt": [300] * 500,
+                "max_tokens": 5,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        whole = await connection.ask({"model": "paced", "prompt": [300] * 50, "max_tokens": 5})
+        connection.close()
+    assert (streamed.status, streamed.events) == (200, 5)
+    assert whole.status == 200
+    assert b'"completion_tokens":5' in whole.body
+    assert server.after["left"] == 0
