@@ -20,6 +20,7 @@ from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine import Engine
+from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.landing import Reservation
 from csps.actors.mesh import PEER_DEADLINE, Tag
 from csps.actors.name_digest import name_digest
@@ -62,6 +63,8 @@ class _Decoding:
     sampler: TokenSampler | None
     index: int
     """Number of the answer's token that the next iteration draws."""
+    slots: RequestSlots | None = None
+    """Of its KV, as far as it lies here."""
 
     @property
     def rid(self) -> int:
@@ -94,7 +97,9 @@ class DecodeLoop:
         self._orders: deque[Order] = deque()
         self._changed = threading.Condition()
         self._batch: list[_Decoding] = []
-        self._routes = QueryRoutes(rows=(), held_here=())
+        self._routes = QueryRoutes(rows=0, held_here=())
+        self._held: dict[int | None, HeldRows] = {}
+        """By the peer whose rows they are; own ones under None."""
         self.iterations = 0
         self.iterating_s = 0.0
         """What they took, orders included, while the batch was not empty."""
@@ -244,7 +249,18 @@ class DecodeLoop:
             sampler.observe(order.token)
         reservation.joined(self._engine.rank)
         index = drawn_before(reservation.request.drawn) + 1
-        self._batch.append(_Decoding(reservation, order.token, sampler, index))
+        self._batch.append(
+            _Decoding(reservation, order.token, sampler, index, self._slots(reservation.request))
+        )
+
+    def _slots(self, request: Reserve) -> RequestSlots | None:
+        """Where its KV lies here; all of the prompt's has landed."""
+        answer = self._answer(request)
+        spans = shares_of(request.shares, self._engine.instance)
+        if not answer and not any(span.length for span in spans):
+            return None
+        layers = range(self._engine.spec.layers)
+        return RequestSlots(self._engine.pool, request.rid, layers, *answer)
 
     def _end_owner(self, number: int) -> None:
         with self._changed:
@@ -285,50 +301,66 @@ class DecodeLoop:
         return self._report(finished)
 
     def _forward(self, mine: list[_Decoding]) -> Tensor:
+        """Logits of the own rows."""
         network, pool = self._engine.network, self._engine.pool
         device = self._engine.device
+        if not mine:
+            return self._serve_others()
         x_td = network.embed(
             torch.tensor([d.token for d in mine], dtype=torch.int64, device=device)
         )
         positions = torch.tensor([d.position for d in mine], dtype=torch.int64, device=device)
         rotary = network.rotary(positions)
-        rows = pool.rows((d.rid, d.position) for d in mine)
+        slots = [d.slots.append() for d in mine if d.slots is not None]
+        slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
+        self._held[None].grown()
         for index, layer in enumerate(network.layers):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-            if mine:
-                pool.write_rows(index, rows, k_thd, v_thd)
+            pool.write_slots(index, slots_t, k_thd, v_thd)
             out_thd = self._attend(index, q_thd)
-            if mine:
-                x_td = layer.finish(x_td, out_thd.to(q_thd.dtype))
+            x_td = layer.finish(x_td, out_thd.to(q_thd.dtype))
         return network.logits(x_td)
+
+    def _serve_others(self) -> Tensor:
+        """An iteration without rows of its own: a look at what is held for others' rows."""
+        spec, pool = self._engine.spec, self._engine.pool
+        none_thd = pool.k.new_empty(0, self._engine.heads, spec.head_dim)
+        for index in range(spec.layers):
+            self._attend(index, none_thd)
+        return none_thd.new_empty(0, spec.vocab)
 
     def _attend(self, layer: int, q_thd: Tensor) -> Tensor:
         return exchange_queries(
             q_thd,
             mesh=self._engine.mesh,
             routes=self._routes,
-            partial=lambda slot, q: self._engine.attend_pool(layer, self._batch[slot].rid, q),
+            partial=lambda peer, q_rhd: self._engine.attend_rows(layer, q_rhd, self._held[peer]),
             tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
         )
 
     def _derive_routes(self) -> QueryRoutes:
         """Rows are numbered by their place in the batch, which all ranks order alike."""
         here = self._engine.instance
-        rows: list[int] = []
-        held_here: list[int] = []
+        rows = 0
         outgoing: dict[int, list[int]] = {}
-        incoming: dict[int, list[int]] = {}
-        for slot, decoding in enumerate(self._batch):
+        held: dict[int | None, list[RequestSlots]] = {}
+        for decoding in self._batch:
             request = decoding.reservation.request
             holders = {share.instance for share in request.shares if share.span.length}
+            if decoding.slots is not None:
+                owner = None if request.master == here else self._peer(request.master)
+                held.setdefault(owner, []).append(decoding.slots)
             if request.master == here:
-                held_here.append(len(rows))
                 for holder in sorted(holders - {here}):
-                    outgoing.setdefault(self._peer(holder), []).append(len(rows))
-                rows.append(slot)
-            elif here in holders:
-                incoming.setdefault(self._peer(request.master), []).append(slot)
-        return QueryRoutes(rows=rows, held_here=held_here, outgoing=outgoing, incoming=incoming)
+                    outgoing.setdefault(self._peer(holder), []).append(rows)
+                rows += 1
+        self._held = {owner: HeldRows(requests) for owner, requests in held.items()}
+        return QueryRoutes(
+            rows=rows,
+            held_here=range(rows),
+            outgoing=outgoing,
+            incoming={peer: len(it) for peer, it in held.items() if peer is not None},
+        )
 
     def _peer(self, instance: int) -> int:
         return self._engine.layout.rank_of(instance, self._engine.tp_rank)

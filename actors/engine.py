@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from csps.actors.held_rows import HeldRows
 from csps.actors.kv_pool import KvBlock, KvPool
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import Mesh
 from csps.kernels.attention import attention
-from csps.kernels.merge import merge, merge_into, nothing_seen
+from csps.kernels.decode_attention import decode_attention
+from csps.kernels.merge import merge_into
 from csps.models.network import Network
 from csps.models.spec import ModelSpec, kv_head_range, query_head_range
 
@@ -57,49 +58,33 @@ class Engine:
         """KV heads of this rank, numbered over the whole model."""
         return kv_head_range(self.spec, self.tp_rank, self.layout.tp)
 
-    def attend_pool(self, layer: int, rid: int, q_thd: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of one row over all KV of its request that this rank holds.
+    def attend_rows(self, layer: int, q_rhd: Tensor, held: HeldRows) -> tuple[Tensor, Tensor]:
+        """Attention of rows over all KV of their requests that this rank holds, in one call.
 
         Args:
-            q_thd: (1, h, d), the request's last row: it sees every key, so that no positions
-                need to be compared.
+            q_rhd: each its request's last row: it sees every key, so that no positions need to be
+                compared.
 
         Returns:
-            fp32 out (1, h, d) and lse (h, 1); -inf where the rank holds nothing.
+            fp32 out (r, h, d) and lse (r, h); -inf where the rank holds nothing.
         """
-        if self.pool.narrowed(layer, rid):
-            return self._attend_blocks(q_thd, self.pool.blocks(layer, rid))
-        parts = [
-            attention(
-                q_thd,
-                run.k_thd,
-                run.v_thd,
-                q_positions=None,
-                k_positions=None,
-                scale=self.spec.scale,
-            )
-            for run in self.pool.view(layer, rid)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            out = torch.zeros(q_thd.shape, dtype=torch.float32, device=self.device)
-            return out, out.new_full((q_thd.shape[1], 1), -torch.inf)
-        return merge([out for out, _ in parts], [lse for _, lse in parts])
+        k_shd, v_shd = self.pool.layer(layer)
+        runs = held.runs(layer)
+        out_rhd, lse_rh = decode_attention(q_rhd, k_shd, v_shd, runs, scale=self.spec.scale)
+        for row, block in held.blocks(layer):
+            self._merge_block(q_rhd[row : row + 1], block, out_rhd[row : row + 1], lse_rh[row])
+        return out_rhd, lse_rh
 
-    def _attend_blocks(self, q_thd: Tensor, blocks: Iterable[KvBlock]) -> tuple[Tensor, Tensor]:
-        """Where KV heads hold different tokens: block by block, each for the heads that it has."""
-        out_thd, lse_ht = nothing_seen(q_thd)
-        group = q_thd.shape[1] // self.pool.kv_heads
-        for block in blocks:
-            heads = slice(block.heads.start * group, block.heads.stop * group)
-            part = attention(
-                q_thd[:, heads],
-                block.k_thd,
-                block.v_thd,
-                q_positions=None,
-                k_positions=None,
-                scale=self.spec.scale,
-            )
-            merge_into(out_thd[:, heads], lse_ht[heads], *part)
-        return out_thd, lse_ht
+    def _merge_block(self, q_rhd: Tensor, block: KvBlock, out_rhd: Tensor, lse_h: Tensor) -> None:
+        """Where KV heads hold different tokens: each block for the heads that it has."""
+        group = q_rhd.shape[1] // self.pool.kv_heads
+        heads = slice(block.heads.start * group, block.heads.stop * group)
+        part = attention(
+            q_rhd[:, heads],
+            block.k_thd,
+            block.v_thd,
+            q_positions=None,
+            k_positions=None,
+            scale=self.spec.scale,
+        )
+        merge_into(out_rhd[:, heads], lse_h[heads, None], *part)

@@ -65,14 +65,6 @@ class MovableKv(NamedTuple):
     kept: KeptKv
 
 
-class TokenRows(NamedTuple):
-    """Slots of single tokens of many requests: what one decode iteration appends."""
-
-    slots: tuple[int, ...]
-    slots_t: Tensor
-    """The same, int64 on the pool's device."""
-
-
 class KvPool:
     """Keys and values of `slots` tokens in every layer, with who owns which slot.
 
@@ -207,7 +199,8 @@ class KvPool:
     ) -> None:
         """Stores a layer's keys and values of those tokens of `span` that each head keeps.
 
-        All of a prompt comes to a layer in this way, or nothing does. `blocks` and `kept` read it.
+        All of a prompt comes to a layer in this way, or nothing does. `kept_blocks` and `kept`
+        read it.
         """
         own = slice(*heads.indices(self.kv_heads)[:2])
         assert kept.kept_ht.shape == (own.stop - own.start, span.length)
@@ -221,22 +214,17 @@ class KvPool:
 
     def narrowed(self, layer: int, rid: int) -> bool:
         """Whether `write_kept` has stored any of a layer."""
-        # Decode asks for every request, layer and iteration: not for the lock as well, which is
-        # held while slots are looked for.
         holding = self._holdings.get(rid)
         return holding is not None and layer in holding.kept
 
-    def blocks(self, layer: int, rid: int) -> list[KvBlock]:
-        """All that a layer holds of a request, whichever way it was written."""
+    def kept_blocks(self, layer: int, rid: int) -> list[KvBlock]:
+        """All that `write_kept` has stored of a request in a layer."""
         k, v = self._k_by_layer[layer], self._v_by_layer[layer]
-        kept = [
+        return [
             KvBlock(heads, k[slots.start : slots.stop, heads], v[slots.start : slots.stop, heads])
             for place in self._kept_places(layer, rid)
             for heads, slots in place.blocks
         ]
-        everyone = slice(0, self.kv_heads)
-        whole = [KvBlock(everyone, run.k_thd, run.v_thd) for run in self._runs(layer, rid, None)]
-        return kept + whole
 
     def kept(self, layer: int, rid: int, span: Span) -> list[MovableKv]:
         """Copies of what `write_kept` stored in `span`, cut as it was written."""
@@ -251,19 +239,24 @@ class KvPool:
         assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
         return self._runs(layer, rid, span)
 
-    def rows(self, tokens: Iterable[tuple[int, int]]) -> TokenRows:
-        """Slots of (rid, position) pairs, looked up once for `write_rows` in every layer."""
-        with self._lock:
-            slots = tuple(self._slot(rid, position) for rid, position in tokens)
-        return TokenRows(slots, torch.tensor(slots, dtype=torch.int64).to(self.k.device))
+    def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
+        """Stores a layer's keys and values of single tokens: one copy for a whole batch.
 
-    def write_rows(self, layer: int, rows: TokenRows, k_thd: Tensor, v_thd: Tensor) -> None:
-        """Stores a layer's keys and values of single tokens: one copy for a whole batch."""
-        self._k_by_layer[layer].index_copy_(0, rows.slots_t, k_thd)
-        self._v_by_layer[layer].index_copy_(0, rows.slots_t, v_thd)
+        What is written so does not show in `view`. Who appends a token to each of many requests at
+        every step knows what is there (`held_rows`); entering it would cost more than the copy.
+        """
+        self._k_by_layer[layer].index_copy_(0, slots_t, k_thd)
+        self._v_by_layer[layer].index_copy_(0, slots_t, v_thd)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, (slots, kv heads, head dim) each, of all requests."""
+        return self._k_by_layer[layer], self._v_by_layer[layer]
+
+    def written_runs(self, layer: int, rid: int, span: Span | None = None) -> list[range]:
+        """Slots of a request (inside `span`) that a layer has written, in the order of `view`."""
         with self._lock:
-            for slot in rows.slots:
-                self._written[layer].add(range(slot, slot + 1))
+            written = self._written[layer]
+            return [part for run in self._locate(rid, span) for part in written.within(run)]
 
     # --- questions -------------------------------------------------------------------------
 
@@ -308,17 +301,14 @@ class KvPool:
         return runs
 
     def _runs(self, layer: int, rid: int, span: Span | None) -> list[KvRun]:
-        with self._lock:
-            written = self._written[layer]
-            runs = [part for run in self._locate(rid, span) for part in written.within(run)]
-        k, v = self._k_by_layer[layer], self._v_by_layer[layer]
+        k, v = self.layer(layer)
         return [
             KvRun(
                 k.narrow(0, run.start, len(run)),
                 v.narrow(0, run.start, len(run)),
                 self._positions.narrow(0, run.start, len(run)),
             )
-            for run in runs
+            for run in self.written_runs(layer, rid, span)
         ]
 
     def _kept_places(self, layer: int, rid: int) -> tuple[KeptSpan, ...]:
@@ -368,11 +358,6 @@ class KvPool:
         inside = self._inside(run, span)
         sides = range(run.start, inside.start), range(inside.stop, run.stop)
         return [side for side in sides if side]
-
-    def _slot(self, rid: int, position: int) -> int:
-        runs = self._locate(rid, Span(start=position, stop=position + 1))
-        assert runs, f"position {position} is not allocated to request {rid}"
-        return runs[0].start
 
     def _rows_of(self, run: range, span: Span) -> slice | Tensor:
         """Which rows of a tensor over all of `span` belong into the slots of `run`."""

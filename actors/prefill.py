@@ -28,6 +28,7 @@ from torch import Tensor
 from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.bridge import Bridge, send_layer
 from csps.actors.engine import Engine
+from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
@@ -313,13 +314,20 @@ class PrefillLoop:
 
     def _last_attention(self, run: _Run, q_thd: Tensor) -> Tensor:
         """Attention of the own last rows over KV wherever in the group it lies."""
-        group, engine = run.group, self._engine
+        engine = self._engine
         last_layer = engine.spec.layers - 1
+        routes, pieces = _last_row_routes(run.group)
+
+        def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
+            rids = [run.group.job.pieces[index].rid for index in pieces[peer]]
+            held = [RequestSlots(engine.pool, rid, [last_layer]) for rid in rids]
+            return engine.attend_rows(last_layer, q_rhd, HeldRows(held))
+
         return exchange_queries(
             q_thd,
             mesh=engine.mesh,
-            routes=_last_row_routes(group),
-            partial=lambda index, q: engine.attend_pool(last_layer, group.job.pieces[index].rid, q),
+            routes=routes,
+            partial=partial,
             tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
         )
 
@@ -472,19 +480,27 @@ def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
             yield index, end - 1 - group.job.bounds[owner], owner
 
 
-def _last_row_routes(group: SpGroup) -> QueryRoutes:
-    """Last rows go to every member that holds KV of their piece, history included."""
+def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list[int]]]:
+    """Last rows go to every member that holds KV of their piece, history included.
+
+    Returns:
+        The routes, and by peer, or None for own rows, the pieces whose KV is held here.
+    """
     pieces = group.job.pieces
     mine = [index for index, _, owner in _last_rows(group) if owner == group.member]
     outgoing: dict[int, list[int]] = {}
-    incoming: dict[int, list[int]] = {}
+    held: dict[int | None, list[int]] = {None: []}
     for index, _, owner in _last_rows(group):
         for member in group.holders_of(pieces[index]):
-            if owner == group.member != member:
+            if member == group.member:
+                peer = None if owner == group.member else group.peers[owner]
+                held.setdefault(peer, []).append(index)
+            elif owner == group.member:
                 outgoing.setdefault(group.peers[member], []).append(mine.index(index))
-            elif member == group.member != owner:
-                incoming.setdefault(group.peers[owner], []).append(index)
-    held = [
-        row for row, index in enumerate(mine) if group.member in group.holders_of(pieces[index])
-    ]
-    return QueryRoutes(rows=mine, held_here=held, outgoing=outgoing, incoming=incoming)
+    routes = QueryRoutes(
+        rows=len(mine),
+        held_here=[mine.index(index) for index in held[None]],
+        outgoing=outgoing,
+        incoming={peer: len(it) for peer, it in held.items() if peer is not None},
+    )
+    return routes, held

@@ -70,6 +70,29 @@ def merge_into(
         lse_ht.scatter_(1, kept_hk, lse_hk)
 
 
+def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Merge any number of parts for each row, by as many operations however many there are.
+
+    Args:
+        out_nhd, lse_nh: (parts, heads, head dim) and (parts, heads).
+        row_n: (parts,) int64, the row that a part belongs to, in any order.
+
+    Returns:
+        out_rhd, lse_rh: of all rows, 0 and -inf for one without a part.
+    """
+    heads = lse_nh.shape[1]
+    index_nh = row_n[:, None].expand(-1, heads)
+    peak_rh = lse_nh.new_full((rows, heads), -torch.inf)
+    peak_rh.scatter_reduce_(0, index_nh, lse_nh, "amax")
+    shift_rh = peak_rh.masked_fill(peak_rh == -torch.inf, 0.0)
+    weight_nh = torch.exp(lse_nh - shift_rh[row_n])
+    total_rh = torch.zeros_like(peak_rh).index_add_(0, row_n, weight_nh)
+    share_nh = weight_nh / total_rh.clamp_min(1.0)[row_n]  # at least 1, or 0 without a part
+    out_rhd = out_nhd.new_zeros(rows, *out_nhd.shape[1:])
+    out_rhd.index_add_(0, row_n, out_nhd * share_nh[..., None])
+    return out_rhd, shift_rh + total_rh.log()
+
+
 def nothing_seen(q_thd: Tensor) -> tuple[Tensor, Tensor]:
     """The identity of merging, as attention of these queries over no key: zeros and -inf."""
     tokens, heads, _ = q_thd.shape

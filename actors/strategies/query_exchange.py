@@ -8,92 +8,108 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from csps.actors.mesh import Mesh, Tag
-from csps.kernels.merge import merge
+from csps.kernels.merge import merge_rows
 
-Partial = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(request, its query rows (t, h, d)) -> fp32 (out (t, h, d), lse (h, t)) over the KV held here."""
+Partial = Callable[[int | None, Tensor], tuple[Tensor, Tensor]]
+"""(the peer whose rows these are, None for own ones; query rows (r, h, d)) -> fp32 (out (r, h, d),
+lse (r, h)) over the KV held here."""
 
 
 @dataclass(frozen=True)
 class QueryRoutes:
     """Who holds KV for whose rows; every rank of the group must derive the same routes.
 
-    `rows` lists the request of each local query row. `held_here` are the local rows whose
-    request has KV on this rank. `outgoing[peer]` are the local rows the peer holds KV for;
-    `incoming[peer]` the requests of the rows that the peer sends, in its order.
+    There are `rows` local query rows. Of those in `held_here` this rank holds KV itself, of those
+    in `outgoing[peer]` the peer does; both ascend. `incoming[peer]` is how many rows the peer
+    sends.
     """
 
-    rows: Sequence[int]
+    rows: int
     held_here: Sequence[int]
     outgoing: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    incoming: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    incoming: Mapping[int, int] = field(default_factory=dict)
+
+    def held(self, q_rhd: Tensor) -> Tensor:
+        """The rows whose own partial is due."""
+        return self._picked(q_rhd, self.held_here)
+
+    def sent(self, q_rhd: Tensor) -> list[tuple[int, Tensor]]:
+        """(peer, the rows that it holds KV of)."""
+        return [(peer, self._picked(q_rhd, rows)) for peer, rows in self.outgoing.items()]
+
+    @cached_property
+    def merged_from(self) -> Tensor:
+        """(n,) int64: the row of each partial, own ones first, then peer by peer."""
+        rows = [*self.held_here, *(row for rows in self.outgoing.values() for row in rows)]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    @cached_property
+    def one_partial_each(self) -> bool:
+        """Whether every row has its KV in one place, and they come in order."""
+        return self.merged_from.tolist() == list(range(self.rows))
+
+    def _picked(self, q_rhd: Tensor, rows: Sequence[int]) -> Tensor:
+        # Both ascend, so that as many are all. The index is made once and not at each layer: a
+        # list of rows would be copied to the device, and wait for it, every time.
+        if len(rows) == self.rows:
+            return q_rhd
+        key = tuple(rows)
+        if key not in self._indices:
+            self._indices[key] = torch.tensor(key, dtype=torch.int64, device=q_rhd.device)
+        return q_rhd.index_select(0, self._indices[key])
+
+    @cached_property
+    def _indices(self) -> dict[tuple[int, ...], Tensor]:
+        return {}
 
 
 def exchange_queries(
-    q_thd: Tensor, *, mesh: Mesh, routes: QueryRoutes, partial: Partial, tags: tuple[Tag, Tag]
+    q_rhd: Tensor, *, mesh: Mesh, routes: QueryRoutes, partial: Partial, tags: tuple[Tag, Tag]
 ) -> Tensor:
-    """Merged attention output (t, h, d), fp32, of the local query rows.
+    """Merged attention output (r, h, d), fp32, of the local query rows.
 
-    The own partials are computed while the queries travel, the peers' while the own answers do.
+    One message to and from each peer. The own partials are computed while the queries travel, the
+    peers' while the own answers do.
     """
     query_tag, partial_tag = tags
     foreign = {
-        peer: q_thd.new_empty(len(requests), *q_thd.shape[1:])
-        for peer, requests in routes.incoming.items()
+        peer: q_rhd.new_empty(rows, *q_rhd.shape[1:]) for peer, rows in routes.incoming.items()
     }
-    queries = mesh.exchange(
-        [(peer, q_thd[list(rows)]) for peer, rows in routes.outgoing.items()],
-        list(foreign.items()),
-        query_tag,
-    )
-    answers = {peer: _packed_like(q_thd, rows=len(rows)) for peer, rows in routes.outgoing.items()}
-    own = _partials(
-        q_thd[list(routes.held_here)], [routes.rows[i] for i in routes.held_here], partial
-    )
+    queries = mesh.exchange(routes.sent(q_rhd), list(foreign.items()), query_tag)
+    answers = {peer: _packed_like(q_rhd, len(rows)) for peer, rows in routes.outgoing.items()}
+    # Who has nothing to send back can receive from now on: gloo then needs one trip, not three.
+    answered = None if foreign else mesh.exchange([], list(answers.items()), partial_tag)
+    parts = [partial(None, routes.held(q_rhd))] if routes.held_here else []
     queries.wait()
-    replies = [
-        (peer, _partials(foreign[peer], requests, partial))
-        for peer, requests in routes.incoming.items()
-    ]
-    mesh.exchange(replies, list(answers.items()), partial_tag).wait()
-    if not len(routes.rows):
-        return q_thd.float()
-    parts = [(routes.held_here, own)]
-    parts += [(routes.outgoing[peer], answers[peer]) for peer in routes.outgoing]
-    return _merge_rows(q_thd, parts)
+    if answered is None:
+        replies = [(peer, _packed(*partial(peer, rows_rhd))) for peer, rows_rhd in foreign.items()]
+        answered = mesh.exchange(replies, list(answers.items()), partial_tag)
+    answered.wait()
+    parts += [(packed[..., :-1], packed[..., -1]) for packed in answers.values()]
+    return _merged(q_rhd, routes, parts)
 
 
-def _packed_like(q_thd: Tensor, *, rows: int) -> Tensor:
+def _packed_like(q_rhd: Tensor, rows: int) -> Tensor:
     """(rows, h, d + 1) fp32: the output and, in the last column, the LSE."""
-    heads, head_dim = q_thd.shape[1:]
-    return torch.empty(rows, heads, head_dim + 1, dtype=torch.float32, device=q_thd.device)
+    heads, head_dim = q_rhd.shape[1:]
+    return torch.empty(rows, heads, head_dim + 1, dtype=torch.float32, device=q_rhd.device)
 
 
-def _partials(q_thd: Tensor, requests: Sequence[int], partial: Partial) -> Tensor:
-    packed = _packed_like(q_thd, rows=len(requests))
-    for row, request in enumerate(requests):
-        out_thd, lse_ht = partial(request, q_thd[row : row + 1])
-        packed[row, :, :-1] = out_thd[0]
-        packed[row, :, -1] = lse_ht[:, 0]
-    return packed
+def _packed(out_rhd: Tensor, lse_rh: Tensor) -> Tensor:
+    return torch.cat([out_rhd, lse_rh[..., None]], -1)
 
 
-def _merge_rows(q_thd: Tensor, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """Merge partials that each cover some of the rows; a row not covered has LSE -inf there."""
-    present = [(rows, packed) for rows, packed in parts if len(rows)]
-    if len(present) == 1 and len(present[0][0]) == q_thd.shape[0]:
-        return present[0][1][..., :-1]
-    outs, lses = [], []
-    for rows, packed in present:
-        out = torch.zeros(q_thd.shape, dtype=torch.float32, device=q_thd.device)
-        lse = out.new_full((q_thd.shape[1], q_thd.shape[0]), -torch.inf)
-        out[list(rows)] = packed[..., :-1]
-        lse[:, list(rows)] = packed[..., -1].T
-        outs.append(out)
-        lses.append(lse)
-    return merge(outs, lses)[0]
+def _merged(q_rhd: Tensor, routes: QueryRoutes, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    if not routes.rows:
+        return q_rhd.float()
+    out_nhd = parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts])
+    if routes.one_partial_each:
+        return out_nhd
+    lse_nh = torch.cat([lse for _, lse in parts])
+    return merge_rows(out_nhd, lse_nh, routes.merged_from.to(q_rhd.device), routes.rows)[0]

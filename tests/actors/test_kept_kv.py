@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from csps.actors.engine import Engine
+from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
 from csps.protocols.messages import Span
@@ -117,7 +118,7 @@ def fill(pool: KvPool, prompt: Prompt, order: Any) -> None:
         pool.write_kept(1, RID, where, kept, heads=heads)
 
 
-def attended(pool: KvPool, q_hd: Tensor) -> Tensor:
+def attended(pool: KvPool, q_hd: Tensor, slots: RequestSlots | None = None) -> Tensor:
     """(query heads, d), by the engine."""
     spec = SimpleNamespace(scale=HEAD_DIM**-0.5)
     nothing = cast(Any, None)
@@ -128,7 +129,8 @@ def attended(pool: KvPool, q_hd: Tensor) -> Tensor:
         layout=nothing,
         device=torch.device("cpu"),
     )
-    return engine.attend_pool(1, RID, q_hd[None])[0][0].double()
+    held = HeldRows([slots or RequestSlots(pool, RID, [1])])
+    return engine.attend_rows(1, q_hd[None], held)[0][0].double()
 
 
 QUERY = torch.randn(KV_HEADS * GROUP, HEAD_DIM, dtype=torch.float64)
@@ -149,16 +151,17 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     pool = make_pool()
     fill(pool, prompt, order)
     k_thd, v_thd = torch.randn(2, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    slots = RequestSlots(pool, RID, [1], span(prompt.tokens, prompt.tokens + 2))
     for row in range(2):
-        rows = pool.rows([(RID, prompt.tokens + row)])
-        pool.write_rows(1, rows, k_thd[row : row + 1], v_thd[row : row + 1])
+        own = slice(row, row + 1)
+        pool.write_slots(1, torch.tensor([slots.append()]), k_thd[own], v_thd[own])
     pool.check_integrity()
     longer = Prompt(
         torch.cat((prompt.k_thd, k_thd)), torch.cat((prompt.v_thd, v_thd)), prompt.kept_ht, (), ()
     )
     kept_ht = torch.cat((prompt.kept_ht, torch.ones(KV_HEADS, 2, dtype=torch.bool)), dim=1)
     expected = longer.dense(QUERY, kept_ht)
-    torch.testing.assert_close(attended(pool, QUERY), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attended(pool, QUERY, slots), expected, rtol=0, atol=1e-12)
 
 
 @given(
@@ -224,7 +227,7 @@ def test_what_is_not_complete_is_not_read_as_if_it_were() -> None:
 
 def test_equal_heads_of_neighbouring_slots_are_one_slice_without_a_copy() -> None:
     pool = filled()
-    (block,) = pool.blocks(1, RID)
+    (block,) = pool.kept_blocks(1, RID)
     assert (block.heads, len(block.k_thd)) == (slice(0, KV_HEADS), 3)
     pool.k.fill_(7.0)
     assert (block.k_thd == 7.0).all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool, KvRun, OutOfSlots
@@ -187,19 +187,6 @@ def test_next_owner_of_a_slot_does_not_see_the_last_ones_tokens() -> None:
     assert pool.view(0, 2) == []
 
 
-def test_rows_of_a_batch_are_written_at_once() -> None:
-    pool = make_pool(16, layers=2)
-    pool.allocate(1, [span(0, 3)])
-    pool.allocate(2, [span(7, 9)])
-    rows = pool.rows([(2, 8), (1, 0)])
-    for layer in range(2):
-        pool.write_rows(layer, rows, *rows_of([8.0, 0.5]))
-        assert contents(pool.view(layer, 1)) == {0: 0.5}
-        assert contents(pool.view(layer, 2)) == {8: 8.0}
-    with pytest.raises(AssertionError, match="position 3 is not allocated to request 1"):
-        pool.rows([(1, 3)])
-
-
 def test_unknown_request_holds_nothing() -> None:
     pool = make_pool(4)
     assert pool.free_request(7) == 0
@@ -301,15 +288,6 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.write(layer, rid, s, *rows_of(numbers))
         self.value |= {(layer, rid, p): x for p, x in zip(positions, numbers, strict=True)}
-
-    @precondition(lambda self: self.total() > 0)
-    @rule(data=st.data(), layer=st.integers(0, LAYERS - 1))
-    def write_rows(self, data: st.DataObject, layer: int) -> None:
-        tokens = sorted((rid, position) for rid, held in self.owned.items() for position in held)
-        chosen = data.draw(st.lists(st.sampled_from(tokens), unique=True))
-        numbers = [float(next(self.numbers)) for _ in chosen]
-        self.pool.write_rows(layer, self.pool.rows(chosen), *rows_of(numbers))
-        self.value |= {(layer, *token): x for token, x in zip(chosen, numbers, strict=True)}
 
     @rule(rid=RIDS, s=SPANS)
     def free_span(self, rid: int, s: Span) -> None:

@@ -426,7 +426,7 @@ def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor
         mine[:, span.start : span.stop] = kept_ht[:, span.start : span.stop]
     for head in range(len(receiver.heads)):
         blocks = [
-            it for it in receiver.pool.blocks(1, RID) if it.heads.start <= head < it.heads.stop
+            it for it in receiver.pool.kept_blocks(1, RID) if it.heads.start <= head < it.heads.stop
         ]
         keys = [it.k_thd[:, head - it.heads.start] for it in blocks]
         values = [it.v_thd[:, head - it.heads.start] for it in blocks]

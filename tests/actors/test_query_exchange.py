@@ -36,10 +36,11 @@ class Case:
         q, k, v = (torch.randn(*shape, HEAD_DIM, generator=generator) for shape in shapes)
         return q, k, v
 
-    def routes(self, rank: int) -> QueryRoutes:
+    def routes(self, rank: int) -> tuple[QueryRoutes, list[int], dict[int | None, list[int]]]:
+        """Also the requests of the own rows, and of those to attend to by whose they are."""
         rows = [r for r, master in enumerate(self.masters) if master == rank]
         outgoing: dict[int, list[int]] = {}
-        incoming: dict[int, list[int]] = {}
+        incoming: dict[int | None, list[int]] = {}
         for request, master in enumerate(self.masters):
             for holder in sorted(set(self.holders[request]) - {master}):
                 if master == rank:
@@ -47,7 +48,13 @@ class Case:
                 if holder == rank:
                     incoming.setdefault(master, []).append(request)
         held = [row for row, request in enumerate(rows) if rank in self.holders[request]]
-        return QueryRoutes(rows=rows, held_here=held, outgoing=outgoing, incoming=incoming)
+        routes = QueryRoutes(
+            rows=len(rows),
+            held_here=held,
+            outgoing=outgoing,
+            incoming={peer: len(it) for peer, it in incoming.items() if peer is not None},
+        )
+        return routes, rows, {None: [rows[row] for row in held], **incoming}
 
 
 @st.composite
@@ -62,18 +69,21 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:
-        def partial(request: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        routes, own, held = case.routes(mesh.rank)
+
+        def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
+            parts = [one(request, q[row]) for row, request in enumerate(held[peer])]
+            return torch.cat([out for out, _ in parts]), torch.cat([lse.T for _, lse in parts])
+
+        def one(request: int, q_hd: Tensor) -> tuple[Tensor, Tensor]:
             _, k, v = case.tensors(request)
             mine = [i for i, rank in enumerate(case.holders[request]) if rank == mesh.rank]
             assert mine, "asked for keys that are not here"
-            return attention(q, k[mine], v[mine], q_positions=None, k_positions=None)
+            return attention(q_hd[None], k[mine], v[mine], q_positions=None, k_positions=None)
 
-        routes = case.routes(mesh.rank)
-        queries = [case.tensors(request)[0] for request in routes.rows]
+        queries = [case.tensors(request)[0] for request in own]
         q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
-        return list(routes.rows), exchange_queries(
-            q, mesh=mesh, routes=routes, partial=partial, tags=TAGS
-        )
+        return own, exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
 
     answered = []
     for rows, out in on_ranks(case.ranks, body):

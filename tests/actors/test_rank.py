@@ -76,7 +76,7 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
 ) -> None:
     """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
-        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]), master=1)
         await cell.reserve(it)
         gang = cell.prefill_gang if role == "prefill" else cell.decode_gang
         other = cell.decode_gang if role == "prefill" else cell.prefill_gang

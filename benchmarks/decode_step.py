@@ -1,0 +1,246 @@
+"""Time of one decode iteration, by context and batch, over the ranks of a decode gang.
+
+    python benchmarks/decode_step.py [--ranks 2] [--context 16384] [--batch 1] [--steps 60]
+    python benchmarks/decode_step.py --transformers --context 16384
+
+Ranks are processes with a torch thread each, as deployed; there is no router, no HTTP and no
+prefill: the prompts' KV is made up and written into the pools, each prompt cut evenly over the
+ranks, and masters take turns. Printed are milliseconds between two tokens of the same request:
+median, least, 90th percentile, and each rank's processor time. `--transformers` measures
+generate()'s loop on the same checkpoint in one process with one thread. Several contexts and
+batches may be given, separated by commas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODEL = Path(__file__).parent.parent / "models" / "needle"
+PATIENCE_S = 120.0
+
+
+def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
+    """The span of each rank."""
+    return [(r * context // ranks, (r + 1) * context // ranks) for r in range(ranks)]
+
+
+def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
+    """A decode rank: obeys (context, batch, steps), answers with the times of the first master's
+    iterations."""
+    from csps.actors.decode import DecodeLoop
+    from csps.actors.engine import Engine
+    from csps.actors.kv_pool import KvPool
+    from csps.actors.layout import GangLayout
+    from csps.actors.mesh import Mesh, StoreAddress, join_store
+    from csps.models.loading import load_network
+
+    torch.set_num_threads(1)
+    ranks, slots = args["ranks"], args["slots"]
+    network = load_network(args["model"], dtype=torch.float32, device="cpu")
+    spec = network.spec
+    pool = KvPool(
+        layers=spec.layers,
+        slots=slots,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    mesh = Mesh(
+        join_store(StoreAddress("127.0.0.1", args["port"])),
+        name="benchmark",
+        rank=rank,
+        world_size=ranks,
+        device="cpu",
+        host="127.0.0.1",
+    )
+    engine = Engine(
+        network=network,
+        pool=pool,
+        mesh=mesh,
+        layout=GangLayout(world_size=ranks, tp=1),
+        device=torch.device("cpu"),
+    )
+    stamps: list[float] = []
+    freed: queue.Queue[int] = queue.Queue()
+
+    def notify(method: str, message: Any) -> None:
+        if method == "tokens":
+            stamps.append(time.perf_counter())
+        elif method == "freed":
+            freed.put(message.rid)
+
+    loop = DecodeLoop(engine, notify)
+    threading.Thread(target=loop.run, daemon=True).start()
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        rids, context, steps = order
+        for rid in rids:
+            _reserve(loop, rid, context, steps, ranks)
+            _fill(pool, rid, context, rank, ranks)
+        pipe.send("reserved")
+        pipe.recv()
+        stamps.clear()
+        begun = time.process_time(), loop.iterations
+        if rank == 0:
+            _join_all(loop, rids)
+        for _ in rids:
+            freed.get(timeout=PATIENCE_S)
+        cpu_s = (time.process_time() - begun[0]) / (loop.iterations - begun[1])
+        pipe.send((list(stamps), cpu_s))
+    loop.close()
+
+
+def _reserve(loop: Any, rid: int, context: int, steps: int, ranks: int) -> None:
+    from csps.protocols.messages import KvShare, Reserve, Sampling, Span
+
+    spans = enumerate(shares_of_prompt(context, ranks))
+    loop.reserve(
+        Reserve(
+            rid=rid,
+            epoch="e",
+            shares=tuple(
+                KvShare(instance=r, span=Span(start=start, stop=stop)) for r, (start, stop) in spans
+            ),
+            master=rid % ranks,
+            prompt_length=context,
+            sampling=Sampling(temperature=0.0, max_tokens=steps),
+        ),
+        "benchmark",
+    )
+
+
+def _fill(pool: Any, rid: int, context: int, rank: int, ranks: int) -> None:
+    from csps.protocols.messages import Span
+
+    start, stop = shares_of_prompt(context, ranks)[rank]
+    k_thd, v_thd = torch.randn(2, stop - start, pool.kv_heads, pool.head_dim)
+    for layer in range(len(pool.k)):
+        pool.write(layer, rid, Span(start=start, stop=stop), k_thd, v_thd)
+
+
+def _join_all(loop: Any, rids: list[int]) -> None:
+    from csps.protocols.messages import JoinBatch
+
+    for rid in rids:
+        loop.join(JoinBatch(rid=rid, first_token=5))
+
+
+Measured = tuple[int, int, list[float], list[float]]
+"""Context, batch, gaps in seconds, and seconds of processor time an iteration of each rank."""
+
+
+def measured(args: argparse.Namespace) -> Iterator[Measured]:
+    """Over a gang."""
+    from csps.actors.mesh import host_store
+
+    store = host_store("127.0.0.1")
+    most = max(c * b for c in args.context for b in args.batch)
+    slots = most // args.ranks + max(args.batch) * (args.steps + 8) + 64
+    spawn = multiprocessing.get_context("spawn")
+    options = {
+        "ranks": args.ranks,
+        "slots": slots,
+        "port": store.address.port,
+        "model": Path(args.model),
+    }
+    pipes = []
+    for rank in range(args.ranks):
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=serve_rank, args=(theirs, rank, options), daemon=True).start()
+        pipes.append(ours)
+    for pipe in pipes:
+        assert pipe.recv() == "ready"
+    next_rid = args.ranks
+    for context in args.context:
+        for batch in args.batch:
+            rids = list(range(next_rid, next_rid + batch))
+            next_rid += batch + -batch % args.ranks
+            for pipe in pipes:
+                pipe.send((rids, context, args.steps))
+            for pipe in pipes:
+                assert pipe.recv() == "reserved"
+            for pipe in pipes:
+                pipe.send("go")
+            answers = [pipe.recv() for pipe in pipes]
+            stamps = answers[0][0]
+            gaps = [b - a for a, b in itertools.pairwise(stamps[4:])]
+            yield context, batch, gaps, [cpu_s for _, cpu_s in answers]
+    for pipe in pipes:
+        pipe.send(None)
+
+
+def transformers_gaps(args: argparse.Namespace) -> Iterator[Measured]:
+    """The loop of `generate`, one token at a time over a cache of random keys and values."""
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    config = model.config
+    for context in args.context:
+        cache = DynamicCache()
+        for layer in range(config.num_hidden_layers):
+            shape = (1, config.num_key_value_heads, context, config.head_dim)
+            cache.update(torch.randn(shape), torch.randn(shape), layer)
+        stamps: list[float] = []
+
+        class Clock:
+            def put(self, _: Any, stamps: list[float] = stamps) -> None:
+                stamps.append(time.perf_counter())
+
+            def end(self) -> None: ...
+
+        begun = time.process_time()
+        with torch.inference_mode():
+            model.generate(
+                torch.full((1, context + 1), 5),
+                past_key_values=cache,
+                max_new_tokens=args.steps,
+                min_new_tokens=args.steps,
+                do_sample=False,
+                streamer=Clock(),
+            )
+        cpu_s = (time.process_time() - begun) / args.steps
+        yield context, 1, [b - a for a, b in itertools.pairwise(stamps[4:])], [cpu_s]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Print a line for each context and batch."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--context", type=_numbers, default=[16384])
+    parser.add_argument("--batch", type=_numbers, default=[1])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--transformers", action="store_true")
+    args = parser.parse_args()
+    measure = transformers_gaps if args.transformers else measured
+    for context, batch, gaps, cpu in measure(args):
+        gaps_ms = sorted(1e3 * gap for gap in gaps)
+        print(
+            f"context {context:6d} batch {batch:3d}  median {statistics.median(gaps_ms):7.2f}"
+            f"  least {gaps_ms[0]:7.2f}  p90 {gaps_ms[len(gaps_ms) * 9 // 10]:7.2f}"
+            f"  cpu {', '.join(f'{1e3 * it:.2f}' for it in cpu)}  load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What decode reads of a pool: the prompt wherever it lies, and each token that it appends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.actors.held_rows import HeldRows, RequestSlots
+from csps.actors.kv_pool import KvPool
+from csps.protocols.messages import Span
+
+LAYERS, SLOTS = 2, 40
+
+
+def make_pool() -> KvPool:
+    return KvPool(
+        layers=LAYERS, slots=SLOTS, kv_heads=1, head_dim=1, dtype=torch.float32, device="cpu"
+    )
+
+
+def write(pool: KvPool, rid: int, start: int, stop: int) -> None:
+    numbers = torch.arange(start, stop).float().view(-1, 1, 1)
+    for layer in range(LAYERS):
+        pool.write(layer, rid, Span(start=start, stop=stop), numbers, -numbers)
+
+
+def read(pool: KvPool, held: HeldRows, layer: int) -> list[list[float]]:
+    """By row: the numbers that its keys hold."""
+    found: list[list[float]] = [[] for _ in held.requests]
+    for row, begin, end in held.runs(layer).runs:
+        found[row] += pool.layer(layer)[0][begin:end].flatten().tolist()
+    return found
+
+
+@st.composite
+def fragmented(draw: st.DrawFn) -> KvPool:
+    pool = make_pool()
+    sizes = draw(st.lists(st.integers(1, 5), max_size=5))
+    for rid, size in enumerate(sizes, start=100):
+        pool.allocate(rid, [Span(start=0, stop=size)])
+    for rid in range(100, 100 + len(sizes), 2):
+        pool.free_request(rid)
+    return pool
+
+
+@given(
+    pool=fragmented(), prompts=st.lists(st.integers(0, 5), min_size=1, max_size=3), data=st.data()
+)
+def test_rows_see_the_prompt_and_all_that_was_appended(
+    pool: KvPool, prompts: list[int], data: st.DataObject
+) -> None:
+    requests = []
+    for rid, length in enumerate(prompts):
+        # As a rank reserves them: the prompt's share and the answer, which lie anywhere.
+        pool.allocate(rid, [Span(start=0, stop=length), Span(start=length, stop=length + 3)])
+        write(pool, rid, 0, length)
+        answer = Span(start=length, stop=length + 3)
+        requests.append(RequestSlots(pool, rid, range(LAYERS), answer))
+    held = HeldRows(requests)
+    expected = [[float(token) for token in range(length)] for length in prompts]
+    assert read(pool, held, 0) == read(pool, held, 1) == expected
+    for step in range(3):
+        slots_t = torch.tensor([it.append() for it in requests])
+        held.grown()
+        numbers = torch.tensor([[[float(length + step)]] for length in prompts])
+        for layer in range(LAYERS):
+            pool.write_slots(layer, slots_t, numbers, -numbers)
+        for row, length in enumerate(prompts):
+            expected[row].append(float(length + step))
+        assert read(pool, held, 0) == read(pool, held, 1) == expected
+    with pytest.raises(IndexError):
+        requests[0].append()
+    pool.check_integrity()
+
+
+def test_a_prompt_and_its_answer_in_one_place_are_one_run() -> None:
+    pool = make_pool()
+    pool.allocate(1, [Span(start=0, stop=6)])
+    write(pool, 1, 0, 4)
+    slots = RequestSlots(pool, 1, range(LAYERS), Span(start=4, stop=6))
+    assert [slots.append(), slots.append()] == [4, 5]
+    assert HeldRows([slots]).runs(0).runs == [(0, 0, 6)]
+
+
+def test_layers_that_differ_are_not_read() -> None:
+    pool = make_pool()
+    pool.allocate(1, [Span(start=0, stop=2)])
+    pool.write(0, 1, Span(start=0, stop=2), *torch.zeros(2, 2, 1, 1))
+    with pytest.raises(AssertionError, match="layers of request 1 differ"):
+        RequestSlots(pool, 1, range(LAYERS))
