@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -21,14 +22,18 @@ from torch._C._distributed_c10d import Store
 
 from csps.actors.kept_kv import KeptKv
 from csps.actors.layout import GangLayout, LocalPiece
-from csps.actors.mesh import IDLE, Mesh, Pending, Tag
+from csps.actors.mesh import Mesh, Pending, Tag
 from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import ConnectBridge, Span
 
 _MAGIC = 0x63737073  # "csps"
+_BEAT = 0x62656174  # "beat"
 _ALL_KEPT = -1
+SILENCE = timedelta(seconds=10)
+"""Without an announcement or a beat, after which a connection counts as broken. Announcements stand
+still while a body is received, which has a deadline of its own."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -121,11 +126,19 @@ class Bridge:
         message = [(Tag.KV_HEADER, header.pack()), *body]
         return Pending.all([self._mesh.send(it, peer, tag) for tag, it in message if it.numel()])
 
+    def beat(self, decode_rank: int) -> Pending:
+        """Start telling a decode rank that nothing else is on its way."""
+        words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
+        words[0] = _BEAT
+        return self._mesh.send(words, self.prefill.world_size + decode_rank, Tag.KV_HEADER)
+
     def next_header(self, prefill_rank: int) -> KvHeader:
-        """Wait for the next announcement of one prefill rank."""
-        words = torch.empty(KvHeader.WORDS, dtype=torch.int64)
-        self._mesh.recv(words, prefill_rank, Tag.KV_HEADER).wait(IDLE)
-        return KvHeader.unpack(words)
+        """Wait for the next announcement of one prefill rank; PeerLost if it falls silent."""
+        words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
+        while True:
+            self._mesh.recv(words, prefill_rank, Tag.KV_HEADER).wait(SILENCE)
+            if words[0] != _BEAT:
+                return KvHeader.unpack(words)
 
     def receive(self, prefill_rank: int, header: KvHeader, head_dim: int) -> tuple[Tensor, Tensor]:
         """The announced keys and values, each (t, heads, d)."""

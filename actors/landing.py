@@ -8,7 +8,6 @@ request that is to have kept tokens only.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -27,8 +26,6 @@ from csps.actors.span_set import SpanSet
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, RequestFailed, Reserve, Span
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
-
-_log = logging.getLogger(__name__)
 
 _Kv = tuple[Tensor, Tensor] | KeptKv
 """What one header announced: keys and values, each (t, heads, d), or kept ones."""
@@ -123,6 +120,7 @@ class Landing:
         find: Callable[[int], Reservation | None],
         on_landed: Callable[[KvLanded], None],
         on_failed: Callable[[RequestFailed], None],
+        on_lost: Callable[[str], None],
         on_broken: Callable[[BaseException], None],
     ) -> None:
         """Start receiving.
@@ -131,11 +129,12 @@ class Landing:
             find: the reservation of a request; None if there is none any more.
             on_landed: a request's share is complete.
             on_failed: what came for a request is not what was promised.
+            on_lost: a prefill rank's stream has ended or fallen silent; why.
             on_broken: this rank cannot receive any more, through its own fault or the peer's.
         """
         self._bridge, self._pool, self._rank = bridge, pool, rank
         self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
-        self._on_broken = on_broken
+        self._on_lost, self._on_broken = on_lost, on_broken
         self._closed = False
         self._threads = [
             threading.Thread(
@@ -159,7 +158,7 @@ class Landing:
                 self._land(header, self._body(prefill_rank, header))
         except PeerLost as exc:
             if not self._closed:
-                _log.info("KV stream of prefill rank %d ended: %s", prefill_rank, exc)
+                self._on_lost(f"prefill rank {prefill_rank}: {exc}")
         except Exception as exc:
             # Not the peer's end: without this rank's receiver, nothing of the peer would ever land
             # again, while all else went on and every health check passed.

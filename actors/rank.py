@@ -26,6 +26,7 @@ from csps.actors.engine import Engine
 from csps.actors.kv_pool import KvPool
 from csps.actors.landing import Landing
 from csps.actors.layout import GangLayout
+from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
 from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
@@ -47,6 +48,7 @@ from csps.protocols.messages import (
     CancelRequest,
     ConnectBridge,
     JoinBatch,
+    LinkBroken,
     PrefillJob,
     RankDescription,
     RankStats,
@@ -109,6 +111,7 @@ class Rank:
         self._bridge: Bridge | None = None
         self._epoch = ""
         self._landing: Landing | None = None
+        self._heartbeat: LinkHeartbeat | None = None
         self._prefill: PrefillLoop | None = None
         self._decode: DecodeLoop | None = None
         self._groups: list[Mesh | InstanceGroup] = []
@@ -401,12 +404,18 @@ class Rank:
         if self._epoch != connection.epoch:
             bridge.close()
             raise Cancelled(f"bridge {connection.epoch} was given up for {self._epoch}")
-        self._use_bridge(bridge)
+        self._use_bridge(bridge, connection.epoch)
 
-    def _use_bridge(self, bridge: Bridge) -> None:
+    def _use_bridge(self, bridge: Bridge, epoch: str) -> None:
+        def lost(reason: str) -> None:
+            message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
+            self._notify("link_broken", message)
+
         self._bridge = bridge
         if self._prefill is not None:
             self._prefill.use_bridge(bridge)
+        if self.config.role == "prefill":
+            self._heartbeat = LinkHeartbeat(bridge, lost)
         if self._decode is not None:
             self._landing = Landing(
                 bridge,
@@ -415,6 +424,7 @@ class Rank:
                 find=self._decode.find,
                 on_landed=lambda landed: self._notify("landed", landed),
                 on_failed=lambda failed: self._notify("failed", failed),
+                on_lost=lost,
                 on_broken=self._break,
             )
 
@@ -432,6 +442,8 @@ class Rank:
     def _leave_bridge(self) -> None:
         bridge, landing = self._bridge, self._landing
         self._bridge = self._landing = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if self._prefill is not None:
             self._prefill.use_bridge(None)
         if landing is not None:

@@ -378,6 +378,16 @@ class KvLanded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkBroken:
+    """`link_broken`: a rank of the other gang cannot be reached over the KV-transfer connection."""
+
+    epoch: str
+    rank: int
+    """Which tells."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlotsFreed:
     """`freed`: the rank holds nothing of the request any more."""
 

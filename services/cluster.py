@@ -19,8 +19,8 @@ from csps.protocols.errors import (
 from csps.protocols.fence import KEEP_ALIVE_S
 from csps.protocols.gang_client import GangClient, together
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import ConnectBridge
-from csps.protocols.schema import pack
+from csps.protocols.messages import ConnectBridge, LinkBroken
+from csps.protocols.schema import pack, unpack
 from csps.services.directory import ClusterView, Directory
 from csps.services.fencing import Fencing
 from csps.services.generations import Generations
@@ -274,7 +274,11 @@ class Cluster:
             await asyncio.sleep(KEEP_ALIVE_S)
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
-        if self._listener is not None and self._gangs.get(gang.role) is gang:
+        if self._gangs.get(gang.role) is not gang:
+            return
+        if method == "link_broken":
+            self._link_broken(gang, unpack(LinkBroken, payload))
+        elif self._listener is not None:
             self._listener.notified(gang, rank, method, payload)
 
     def _lose(self, gang: GangClient, reason: str) -> None:
@@ -321,6 +325,16 @@ class Cluster:
         )  # fmt: skip
         if self._listener is not None:
             self._listener.link_up(link)
+
+    def _link_broken(self, gang: GangClient, message: LinkBroken) -> None:
+        """Both gangs may be well: only the connection is made anew."""
+        if self.link is None or message.epoch != self.link.epoch:
+            return
+        reason = f"rank {message.rank} of {gang.role} gang {gang.gang_id} lost {message.reason}"
+        _log.warning("the KV-transfer connection %s is broken: %s", message.epoch, reason)
+        self._unlink(reason)
+        self.trouble = reason
+        self._changed.set()
 
     def _unlink(self, reason: str) -> None:
         link, self.link = self.link, None

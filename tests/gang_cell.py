@@ -27,6 +27,7 @@ from csps.protocols.messages import (
     JoinBatch,
     KvLanded,
     KvShare,
+    LinkBroken,
     PrefillDone,
     PrefillJob,
     PrefillPiece,
@@ -59,6 +60,7 @@ _MESSAGES: dict[str, type[Any]] = {
     "landed": KvLanded,
     "freed": SlotsFreed,
     "failed": RequestFailed,
+    "link_broken": LinkBroken,
 }
 _epochs, _gangs = itertools.count(), itertools.count()
 _routers, _generations = itertools.count(), itertools.count(1)

@@ -20,40 +20,46 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from csps.services.dispatch import Dispatcher
-from csps.services.scheduling.decode_placement import DecodeRules
-from csps.services.scheduling.spt_policy import SptPolicy, SptRules
 from gang_cell import SECRET
 
+from csps.configurator.shapes import AttentionShape
 from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.protocols.messages import Sampling
 from csps.protocols.openai_responses import error_body
-from csps.protocols.plans import Plan, PlanRequest
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.cluster import Cluster
 from csps.services.directory import ClusterView, StaticDirectory
 from csps.services.generations import FileGenerations
+from csps.services.router.cost_book import CostBook
+from csps.services.router.service import RequestService
 from csps.services.running import Generation, Running
+from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
 
 WAIT_S = 60.0
 
 
 def make_router(
     prefill: GangMembers, decode: GangMembers, generations: Path
-) -> tuple[Cluster, Dispatcher]:
-    """A cluster over these gangs, and its dispatcher."""
+) -> tuple[Cluster, RequestService]:
+    """A cluster over these gangs, and the service of requests over it."""
     cluster = Cluster(
         StaticDirectory(ClusterView(prefill=prefill, decode=decode)),
         secret=SECRET,
         router_id=f"router{os.getpid()}",
         generations=FileGenerations(generations),
     )
-    policy = SptPolicy(SptRules(spt_tokens=256, short_tokens=32), DecodeRules(spread_tokens=256))
-    return cluster, Dispatcher(cluster=cluster, policy=policy, planner=_exact)
+    costs = CostBook(CostTable(latencies=Unmeasured()), _silent)
+    options = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
+    scheduler = Scheduler(make_policy("csps", options), costs.costs)
+    shape = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
+    return cluster, RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=shape)
 
 
-def greedy(dispatcher: Dispatcher, prompt: list[int], max_tokens: int) -> Running:
+def greedy(service: RequestService, prompt: list[int], max_tokens: int) -> Running:
     """Submit a request that draws the likeliest tokens."""
-    return dispatcher.submit(
+    return service.submit(
         Generation(
             request_id="r",
             prompt=np.array(prompt, dtype=np.int32),
@@ -62,8 +68,8 @@ def greedy(dispatcher: Dispatcher, prompt: list[int], max_tokens: int) -> Runnin
     )
 
 
-async def _exact(request: PlanRequest) -> Plan:
-    return Plan(reason="for tests")
+async def _silent(questions: StrategyQuestions) -> StrategyChoices:
+    raise ConnectionError("no configurator in this test")
 
 
 class RouterProcess:
@@ -139,21 +145,21 @@ def _say(**fact: object) -> None:
 
 async def _main(config: dict[str, Any]) -> None:
     prefill, decode = (_members(gang) for gang in config["gangs"])
-    cluster, dispatcher = make_router(prefill, decode, Path(config["generations"]))
-    await dispatcher.start()
+    cluster, service = make_router(prefill, decode, Path(config["generations"]))
+    await service.start()
     await cluster.wait_ready(WAIT_S)
     _say(ready=cluster.generation)
-    work = asyncio.create_task(_serve(dispatcher, config["prompt"], config["max_tokens"]))
+    work = asyncio.create_task(_serve(service, config["prompt"], config["max_tokens"]))
     watch = asyncio.create_task(_tell_phases(cluster))
     await asyncio.to_thread(sys.stdin.readline)
-    await dispatcher.close(WAIT_S)
+    await service.close(WAIT_S)
     await work
     watch.cancel()
 
 
-async def _serve(dispatcher: Dispatcher, prompt: list[int], max_tokens: int) -> None:
+async def _serve(service: RequestService, prompt: list[int], max_tokens: int) -> None:
     try:
-        async for token in greedy(dispatcher, prompt, max_tokens):
+        async for token in greedy(service, prompt, max_tokens):
             _say(token=token.token)
     except Exception as error:
         _say(status=error_body(error)[0], error=str(error))

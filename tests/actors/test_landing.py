@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,11 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from csps.actors import bridge as bridge_module
+from csps.actors import link_heartbeat
 from csps.actors.bridge import Bridge, KvHeader, heads_to_deliver, send_layer
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
 from csps.actors.landing import Landing, Reservation
 from csps.actors.layout import local_pieces
+from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import Pending
 from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range, read_spec
@@ -330,6 +334,7 @@ class Receiver:
             find=self.reservations.get,
             on_landed=self.reports.put,
             on_failed=self.reports.put,
+            on_lost=self.reports.put,
             on_broken=self.reports.put,
         )
 
@@ -564,7 +569,30 @@ def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> N
         for thread in receiver.landing._threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
+        assert receiver.report().startswith("prefill rank 0: ")
         assert receiver.reports.empty()
+
+
+def test_a_peer_that_falls_silent_is_reported(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge_module, "SILENCE", timedelta(milliseconds=50))
+    with pair(spec) as (_, receiver):
+        assert receiver.report().startswith("prefill rank 0: ")
+
+
+def test_a_peer_that_beats_is_not_silent(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats stand between announcements; the sender learns as well that the receiver has gone."""
+    monkeypatch.setattr(link_heartbeat, "BEAT_S", 0.01)
+    lost: SimpleQueue[str] = SimpleQueue()
+    with pair(spec) as (bridge, receiver):
+        heartbeat = LinkHeartbeat(bridge, lost.put)
+        try:
+            check_next_lands(bridge, receiver, spec)
+            receiver.landing.close()
+            assert lost.get(timeout=WAIT_S).startswith("decode rank 0: ")
+        finally:
+            heartbeat.close()
 
 
 def test_closing_ends_the_receivers(spec: ModelSpec) -> None:

@@ -18,7 +18,7 @@ from csps.protocols.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.messages import PrefillProgress, TokenDrawn
+from csps.protocols.messages import LinkBroken, PrefillProgress, TokenDrawn
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.running import Running
 from csps.services.scheduling.limits import QueueLimits
@@ -454,6 +454,29 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
         cell.finish(await cell.decoding(running), 4)
         assert len(await read(running)) == 4
         assert not [it for it in caplog.records if it.exc_info]
+
+
+async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding_alone() -> None:
+    async with fake_cell() as cell:
+        decoding, computing = cell.submit(), cell.submit(tokens=300)
+        rid = await cell.decoding(decoding)
+        await cell.prefilling(computing)
+        leader = cell.decode.leader
+        stale = LinkBroken(epoch="0.1", rank=0, reason="another one")
+        leader.tell("link_broken", stale)
+        cell.decode.may_bridge.clear()
+        leader.tell("link_broken", replace(stale, epoch=leader.bridges[-1].epoch))
+        await until(lambda: len(leader.bridges) == 2)
+        assert not cell.service.ready
+        assert cell.service.trouble == "connecting the gangs"
+        cell.decode.may_bridge.set()
+        await until(lambda: computing.timings.attempts == 2)
+        cell.finish(await cell.decoding(computing), 4)
+        cell.finish(rid, 4)
+        assert len(await read(decoding)) == len(await read(computing)) == 4
+        assert decoding.timings.attempts == 1
+        assert len(leader.attached) == 1
+        await cell.settled()
 
 
 async def test_a_decode_gang_that_does_not_give_slots_back_is_reset() -> None:
