@@ -23,6 +23,7 @@ from csps.services import telemetry
 from csps.services.credentials import ClusterSecret
 from csps.services.membership import Member
 from csps.services.node import labelled_location, listen_host
+from csps.services.ray_generations import RayGenerations, application_name
 from csps.services.registration import Registration
 from csps.services.registry import Registry, wait_for_store
 from csps.services.settings import DecodeSettings, PrefillSettings, Settings
@@ -55,7 +56,8 @@ class GangRank:
         store = await _meet(gang, config.host, registry)
         self._rank = _make_rank(config, secret, store)
         self._address = await asyncio.to_thread(self._rank.start)
-        self._registration = Registration(self._member(role, gang), registry.join.remote)
+        member = await self._member(role, gang)
+        self._registration = Registration(member, registry.join.remote)
         logger.info(
             "%s rank %d of gang %s is up after %.1f s at %s:%d",
             role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
@@ -76,13 +78,14 @@ class GangRank:
         await asyncio.to_thread(rank.close)
         self._flush_spans()
 
-    def _member(self, role: GangRole, gang: GangContext) -> Member:
+    async def _member(self, role: GangRole, gang: GangContext) -> Member:
         host, port = self._address
         return Member(
             role=role,
             gang_id=gang.gang_id,
             world_size=gang.world_size,
             address=RankAddress(rank=gang.rank, host=host, port=port),
+            incarnation=await _incarnation(role) if gang.rank == 0 else 0,
         )
 
 
@@ -157,6 +160,11 @@ def check_gpus(settings: Settings) -> None:
                 f"{role}.num_gpus is {count:g}: ranks on GPUs need one each, in both gangs; "
                 f"set prefill.num_gpus and decode.num_gpus to 1, or device to cpu"
             )
+
+
+async def _incarnation(role: GangRole) -> int:
+    """Gangs of a deployment are counted where the count outlives the registry."""
+    return await RayGenerations(f"{application_name()}/{role}-gangs").claim()
 
 
 def _gang_context() -> GangContext:

@@ -7,6 +7,7 @@ their registration every few seconds, fill it again; the gangs do not notice.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,11 +32,11 @@ class Registry:
         self._stores: dict[str, tuple[str, int]] = {}
         self._changed = asyncio.Condition()
         # A registry that starts again must not repeat a version that somebody has seen.
-        self._version = time.time_ns()
+        self._version = secrets.randbits(60)
 
     async def join(self, member: Member) -> None:
         """Register a rank; repeating it is harmless."""
-        if self._membership.join(member):
+        if self._membership.join(member, time.monotonic()):
             self._stores.pop(member.gang_id, None)  # everyone has met
             await self._announce()
 

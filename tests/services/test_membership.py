@@ -2,59 +2,103 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 
 import pytest
 
 from csps.protocols.gang_members import GangRole, RankAddress
-from csps.services.membership import Member, Membership
+from csps.services.membership import SILENT_S, Member, Membership
+
+ORDER = {"a": 1, "b": 2, "c": 3}
+"""Incarnations."""
 
 
 def member(gang_id: str, rank: int, *, role: GangRole = "prefill", size: int = 3) -> Member:
-    address = RankAddress(rank=rank, host="127.0.0.1", port=1000 + rank)
-    return Member(role=role, gang_id=gang_id, world_size=size, address=address)
+    return Member(
+        role=role,
+        gang_id=gang_id,
+        world_size=size,
+        address=RankAddress(rank=rank, host="127.0.0.1", port=1000 + rank),
+        incarnation=ORDER[gang_id] if rank == 0 else 0,
+    )
+
+
+def join(membership: Membership, gang_id: str, now: float = 0.0) -> list[bool]:
+    """Of all ranks; whether each changed the view."""
+    return [membership.join(member(gang_id, rank), now) for rank in range(3)]
+
+
+def serving(membership: Membership) -> str | None:
+    gang = membership.view.prefill
+    return None if gang is None else gang.gang_id
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_a_gang_counts_once_it_is_complete(order: tuple[int, ...]) -> None:
     membership = Membership()
-    changes = [membership.join(member("a", rank)) for rank in order]
+    changes = [membership.join(member("a", rank), 0.0) for rank in order]
     assert changes == [False, False, True]
     assert membership.view.prefill is not None
     assert [address.rank for address in membership.view.prefill.ranks] == [0, 1, 2]
+    assert membership.view.prefill.incarnation == 1
     assert membership.view.decode is None
 
 
 def test_registering_again_changes_nothing() -> None:
     membership = Membership()
-    for rank in range(3):
-        membership.join(member("a", rank))
-    assert not membership.join(member("a", 1))
+    join(membership, "a")
+    assert not membership.join(member("a", 1), 3.0)
 
 
-def test_a_newer_gang_replaces_the_older_for_good() -> None:
+def test_a_newer_gang_replaces_the_older() -> None:
+    """What the older one's last ranks still say, while it is torn down, changes nothing."""
     membership = Membership()
-    for rank in range(3):
-        membership.join(member("a", rank))
-    for rank in range(3):
-        membership.join(member("b", rank))
-    assert not any(membership.join(member("a", rank)) for rank in range(3))
-    assert membership.view.prefill is not None
-    assert membership.view.prefill.gang_id == "b"
+    join(membership, "a")
+    join(membership, "b")
+    assert not any(join(membership, "a"))
+    assert serving(membership) == "b"
 
 
 def test_an_incomplete_newer_gang_replaces_nothing() -> None:
     membership = Membership()
-    for rank in range(3):
-        membership.join(member("a", rank))
-    membership.join(member("b", 0))
-    assert membership.view.prefill is not None
-    assert membership.view.prefill.gang_id == "a"
+    join(membership, "a")
+    membership.join(member("b", 0), 0.0)
+    assert serving(membership) == "a"
 
 
 def test_roles_are_apart() -> None:
     membership = Membership()
-    membership.join(member("a", 0, size=1))
-    membership.join(member("b", 0, role="decode", size=1))
+    membership.join(member("a", 0, size=1), 0.0)
+    membership.join(member("b", 0, role="decode", size=1), 0.0)
     assert membership.view.prefill is not None
     assert membership.view.decode is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_after_a_restart_the_newest_gang_counts_in_whatever_order_ranks_come(seed: int) -> None:
+    """The ranks of a gang that is torn down may be the last that an empty registry hears of."""
+    arrivals = [member(gang_id, rank) for gang_id in "abc" for rank in range(3)]
+    random.Random(seed).shuffle(arrivals)
+    membership = Membership()
+    for arrival in arrivals:
+        membership.join(arrival, 0.0)
+    assert serving(membership) == "c"
+
+
+def test_a_dead_gang_bars_no_living_one() -> None:
+    membership = Membership()
+    join(membership, "b")
+    join(membership, "a", now=SILENT_S)
+    assert serving(membership) == "b"
+    join(membership, "a", now=SILENT_S + 1.0)
+    assert serving(membership) == "a"
+    join(membership, "b", now=SILENT_S + 2.0)
+    assert serving(membership) == "b", "it was only silent"
+
+
+def test_the_last_gang_is_kept_however_silent() -> None:
+    membership = Membership()
+    join(membership, "a")
+    membership.join(member("b", 0), now=1000.0)
+    assert serving(membership) == "a"
