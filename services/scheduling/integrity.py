@@ -59,6 +59,9 @@ def _check_line(requests: Requests) -> None:
     assert requests.admission.waiting_tokens == tokens, "tokens of the line"
     for request in requests.live.values():
         assert request.waiting == (request.sequence is None), "neither waiting nor running"
+    for request in requests.blocked:
+        assert request.waiting, "blocked, but it has a place"
+        assert requests.live.get(request.id) is request, "blocked, but over"
     for request in requests.queue.everyone():
         assert requests.live.get(request.id) is request, "waits, but is over"
         assert request.waiting, "waits and runs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 
 from csps.protocols.errors import DeadlineExceeded
 from csps.services.scheduling.admission import Admission
@@ -41,6 +42,7 @@ class Requests:
         self._sequences, self._policy = sequences, policy
         self._timers_of: dict[RequestId, list[Timer]] = {}
         self._arrivals: deque[int] = deque()
+        self._blocked: dict[RequestId, Request] = {}
         self._blocked_since_ns: int | None = None
         self.fit = Fit(policy)
         self.admission = Admission(turn, limits, self.fit)
@@ -97,6 +99,7 @@ class Requests:
         request.waiting, request.sequence = False, sequence
         request.attempts += 1
         request.blocked_ns = None
+        self._blocked.pop(request.id, None)
 
     def wait_again(self, request: Request) -> None:
         """The request counts as waiting again; it is not in its line yet."""
@@ -131,11 +134,17 @@ class Requests:
         requests = [self.live[it] for it in blocked]
         for request in requests:
             request.blocked_ns = self.blocked_ns(request)
+            self._blocked[request.id] = request
         since_ns = self._blocked_since_ns
         if not requests:
             self._blocked_since_ns = None
         elif since_ns is None:
             self._blocked_since_ns = self._turn.now_ns
+
+    @property
+    def blocked(self) -> list[Request]:
+        """Those that wait and were found to be blocked once, in order of admission."""
+        return sorted(self._blocked.values(), key=attrgetter("id"))
 
     # --- ends ---
 
@@ -157,6 +166,7 @@ class Requests:
     def end(self, request: Request) -> None:
         """The request is over in whichever way: nothing of it may stay behind here."""
         del self.live[request.id]
+        self._blocked.pop(request.id, None)
         for timer in self._timers_of.pop(request.id, ()):
             self._timers.call_off(timer)
         if request.sequence is not None:

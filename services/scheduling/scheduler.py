@@ -354,6 +354,10 @@ class _View:
     def waiting(self, line: Line) -> Sequence[Request]:
         return self._requests.queue.line(line)
 
+    @property
+    def blocked(self) -> Sequence[Request]:
+        return self._requests.blocked
+
     def blocked_ns(self, request: RequestView) -> int:
         return self._requests.blocked_ns(self._requests.live[request.id])
 

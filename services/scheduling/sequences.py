@@ -122,7 +122,8 @@ class Sequences:
             return
         measured_ns = (self._turn.now_ns - sequence.joined_ns) // tokens
         gang = sequence.decode
-        gang.iteration_ns = (7 * gang.iteration_ns + measured_ns) // 8 or measured_ns
+        before_ns = gang.iteration_ns or measured_ns
+        gang.iteration_ns = (7 * before_ns + measured_ns) // 8
 
     def freed(self, sequence: Sequence, instance: InstanceId) -> None:
         """An instance holds nothing of the sequence any more."""

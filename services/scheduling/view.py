@@ -133,6 +133,11 @@ class RequestView(Protocol):
         """The most that it may draw: slots are promised for KV that does not exist yet."""
         ...
 
+    @property
+    def blocked_ns(self) -> int | None:
+        """Since when it is blocked, if it was found to be."""
+        ...
+
 
 class CostView(Protocol):
     """Predictions (`cost.Costs`)."""
@@ -163,8 +168,15 @@ class View(Protocol):
         all of it in every round."""
         ...
 
+    @property
+    def blocked(self) -> Sequence[RequestView]:
+        """Those of them that were found to be blocked (`decisions.Blocked`), in order of admission.
+        One that finds slots but no instance may be blocked again before its turn comes."""
+        ...
+
     def blocked_ns(self, request: RequestView) -> int:
-        """Since when whoever passes the request is held against it, if it is blocked now."""
+        """Since when whoever passes the request is held against it: since it was found to be
+        blocked, or from now on."""
         ...
 
     def rate_30s(self) -> int:

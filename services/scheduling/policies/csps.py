@@ -13,9 +13,9 @@ up by what was measured:
 - while a long step is outstanding, urgent steps on its instances delay it by `overtaking_s` at
   most, or by its own time if that is more. When that is used up, short prompts go elsewhere or
   wait for the step;
-- while a request waits for KV slots, a younger one passes it only if its last token will have been
-  drawn `overtaking_s` after the older one became blocked. From then on the request waits for none
-  but older ones.
+- while a request waits for KV slots, no longer prompt passes it, and a short one only if its last
+  token will have been drawn `overtaking_s` after the older one became blocked. From then on the
+  request waits for none but older ones.
 
 An instance is given at most `jobs_per_instance` long steps at a time, one to run and one to follow
 without a gap: what is not yet sent can still be decided otherwise.
@@ -23,9 +23,11 @@ without a gap: what is not yet sent can still be decided otherwise.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
+from csps.services.scheduling.ids import RequestId
 from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
@@ -87,6 +89,8 @@ class _Round:
         self._view, self._options = view, options
         self._pairs = [CspsPair(pair, view, options, decode) for pair in view.pairs]
         self._others: list[Decision] = []
+        self._blocked = deque(view.blocked)
+        """Those that were blocked before, and that this round has not come to."""
         self._end_by_ns: int | None = None
         """When whoever starts now must have ended, or somebody would be passed for too long."""
         self._long_line_open = True
@@ -105,7 +109,8 @@ class _Round:
             if take_long and next_urgent < len(urgent):
                 take_long = long[next_long].id < urgent[next_urgent].id
             if take_long:
-                misses += not self._consider_long(long, next_long)
+                urgent_id = urgent[next_urgent].id if next_urgent < len(urgent) else None
+                misses += not self._consider_long(long, next_long, urgent_id)
                 next_long += 1
             elif next_urgent < len(urgent):
                 misses += not self._consider_urgent(urgent[next_urgent])
@@ -115,18 +120,37 @@ class _Round:
         return [*self._others, *(plan for it in self._pairs for plan in it.plans())]
 
     def _consider_urgent(self, request: RequestView) -> bool:
+        self._come_to(request)
         verdict = self._try(lambda pair: pair.start_urgent(request, self._end_by_ns))
-        if verdict is Verdict.TOO_LATE:
+        if verdict in (Verdict.TOO_LATE, Verdict.BLOCKED):
+            # How late a long step ends is not known to the second: others may overtake it.
             self._long_line_open = False
         return self._note(request, verdict)
 
-    def _consider_long(self, long: Sequence[RequestView], index: int) -> bool:
+    def _consider_long(
+        self, long: Sequence[RequestView], index: int, urgent_id: RequestId | None
+    ) -> bool:
         request = long[index]
-        if any(pair.started(request) for pair in self._pairs):
+        if self._started(request):
             return True  # as a filler
-        verdict = self._try(lambda pair: pair.start_long(long, index, self._end_by_ns))
+        verdict = self._try(lambda pair: pair.start_long(long, index, urgent_id))
         self._long_line_open = verdict is Verdict.STARTS
         return self._note(request, verdict)
+
+    def _started(self, request: RequestView) -> bool:
+        return any(pair.started(request) for pair in self._pairs)
+
+    def _come_to(self, request: RequestView) -> None:
+        """Whoever is blocked and older must not be passed for too long, whether or not this round
+        has found it blocked."""
+        while self._blocked and self._blocked[0].id < request.id:
+            older = self._blocked.popleft()
+            if not self._started(older):
+                self._bound(older)
+
+    def _bound(self, blocked: RequestView) -> None:
+        end_by_ns = self._view.blocked_ns(blocked) + self._options.overtaking_ns
+        self._end_by_ns = min(end_by_ns, self._end_by_ns or end_by_ns)
 
     def _try(self, start: Callable[[CspsPair], Verdict]) -> Verdict:
         """The best that any pair of gangs has to say."""
@@ -140,6 +164,5 @@ class _Round:
     def _note(self, request: RequestView, verdict: Verdict) -> bool:
         if verdict is Verdict.BLOCKED:
             self._others.append(Blocked(request=request.id))
-            end_by_ns = self._view.blocked_ns(request) + self._options.overtaking_ns
-            self._end_by_ns = min(end_by_ns, self._end_by_ns or end_by_ns)
+            self._bound(request)
         return verdict is Verdict.STARTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +24,9 @@ from csps.services.scheduling.policies.near_rooms import Group, NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.view import PairView, RequestView, View
+
+FILLERS_PASS = 8
+"""Waiting prompts that others may pass to fill the slack of a step."""
 
 
 class Verdict(IntEnum):
@@ -194,8 +197,16 @@ class CspsPair:
 
     # --- longer prompts ---
 
-    def start_long(self, line: Sequence[RequestView], index: int, end_by_ns: int | None) -> Verdict:
-        """Compute a prompt on the group that it fills, with others in the slack of the last SPT."""
+    def start_long(
+        self, line: Sequence[RequestView], index: int, urgent_id: RequestId | None
+    ) -> Verdict:
+        """Compute a prompt on the group that it fills, with others in the slack of the last SPT.
+
+        Args:
+            line: of longer prompts.
+            index: of the prompt in the line.
+            urgent_id: the oldest short one that this round has not come to.
+        """
         request = line[index]
         placed = self._decode.place(request.prompt_tokens, request.output_tokens)
         if placed is None:
@@ -207,13 +218,11 @@ class CspsPair:
             return Verdict.WAITS if room >= request.prompt_tokens else Verdict.BLOCKED
         shape = self._prefill.shape(group.spots)
         choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens)
-        end_ns = max(it.free_at_ns for it in group.spots) + choice.time_ns
-        if end_by_ns is not None and end_ns + self._decode_ns(request) > end_by_ns:
-            return Verdict.TOO_LATE
         job = _Job(group.spots, request.cls, choice.strategy, urgent=False)
         self._add(job, request, placed)
-        if end_by_ns is None:
-            self._fill(job, line, index, group)
+        self._fill(
+            job, islice(line, index + 1, index + 1 + self._options.look_ahead), group, urgent_id
+        )
         if len(job.members) > 1:
             choice = self._cost.best(request.cls, shape, 0, job.tokens)
         self._launch(job, group, choice.time_ns)
@@ -230,23 +239,40 @@ class CspsPair:
         for spot in job.group:
             self._changed(spot)
 
-    def _fill(self, job: _Job, line: Sequence[RequestView], index: int, group: Group) -> None:
+    def _fill(
+        self, job: _Job, younger: Iterable[RequestView], group: Group, urgent_id: RequestId | None
+    ) -> None:
         """Add younger prompts for the slack of the last SPT, if they would otherwise wait.
 
-        Not while somebody is blocked: they would pass him, and take longer with every one added.
+        They may pass `FILLERS_PASS` longer ones, for which slots are kept meanwhile, but nobody
+        who is blocked, nor a short one that may be found to be: what they take is not given back
+        within any bound.
         """
         spt = min(self._options.spt_tokens, *group.room)
         slack = len(group.spots) * spt - job.tokens
         idle = self._prefill.idle
         if slack <= 0 or (idle and idle > sum(not it.long_steps for it in group.spots)):
             return  # an idle instance serves them sooner
-        for other in islice(line, index + 1, index + 1 + self._options.look_ahead):
-            if other.prompt_tokens > slack or other.cls != job.cls or self.started(other):
+        passed: list[tuple[Placed, int]] = []
+        room = sum(it.free for it in self._prefill.spots) - job.tokens
+        for other in younger:
+            if self.started(other):
                 continue
             placed = self._decode.place(other.prompt_tokens, other.output_tokens)
-            if placed is not None:
+            to_urgent = urgent_id is not None and urgent_id < other.id
+            room -= other.prompt_tokens
+            if placed is None or room < 0 or other.blocked_ns is not None or to_urgent:
+                break
+            if other.prompt_tokens <= slack and other.cls == job.cls:
                 slack -= other.prompt_tokens
                 self._add(job, other, placed)
+            elif len(passed) < FILLERS_PASS:
+                self._decode.take(placed, other.output_tokens)
+                passed.append((placed, other.output_tokens))
+            else:
+                break
+        for placed, output_tokens in passed:
+            self._decode.put_back(placed, output_tokens)
 
     def _near_rooms(self) -> NearRooms:
         if self._rooms is None:

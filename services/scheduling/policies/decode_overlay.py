@@ -82,18 +82,25 @@ class DecodeOverlay:
 
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Somebody was placed so."""
+        self._change(placed, output_tokens, 1)
+
+    def put_back(self, placed: Placed, output_tokens: int) -> None:
+        """Undo `take`."""
+        self._change(placed, output_tokens, -1)
+
+    def _change(self, placed: Placed, output_tokens: int, sign: int) -> None:
         slots = {it.instance: it.stop - it.start for it in placed.shares}
         slots[placed.master] = slots.get(placed.master, 0) + output_tokens
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
-            if holder.free == self._largest:
-                self._largest = -1
-            holder.free -= count
-            holder.mastered += instance == placed.master
+            holder.free -= sign * count
+            if instance == placed.master:
+                holder.mastered += sign
             insort(self._freest, holder.rank)
-            self._free -= count
-        self._batch += 1
+            self._free -= sign * count
+        self._largest = -1
+        self._batch += sign
 
     def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed:
         """On the fewest of the freest that have room, but no fewer than wanted."""

@@ -1,0 +1,125 @@
+"""Nobody starves, counted in seconds: what passes whom, played in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from timed_cell import MS, TimedCell
+
+from csps.services.scheduling.cost import Unmeasured
+from csps.services.scheduling.policies.choice import make_policy
+
+PATIENT = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns=5 * MS)
+OVERTAKING_NS = 300 * MS
+
+
+def cell(prefill: list[int], decode: list[int], *, measured: float = 1.0) -> TimedCell:
+    options: dict[str, object] = {
+        "spt_tokens": 400,
+        "short_tokens": 50,
+        "urgent_batch_tokens": 100,
+        "spread_tokens": 500,
+        "overtaking_s": OVERTAKING_NS / 1e9,
+    }
+    return TimedCell(make_policy("csps", options), prefill, decode, LATENCIES, measured=measured)
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 20).map(lambda gap: gap * MS),
+        st.one_of(st.integers(1, 50), st.integers(1, 50), st.integers(51, 900)),
+        st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=40,
+).map(lambda gaps: _absolute(gaps))
+
+
+def _absolute(gaps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    at_ns, arrivals = 0, []
+    for gap_ns, prompt, output in gaps:
+        at_ns += gap_ns
+        arrivals.append((at_ns, prompt, output))
+    return arrivals
+
+
+@given(ARRIVALS, st.lists(st.integers(450, 1200), min_size=2, max_size=4))
+@PATIENT
+def test_a_long_step_is_delayed_no_longer_than_the_bound(
+    arrivals: list[tuple[int, int, int]], prefill: list[int]
+) -> None:
+    played = cell(prefill, [2000, 2000])
+    played.play(arrivals)
+    assert len(played.finished) == len(arrivals)
+    for step in played.ended_steps:
+        if not step.command.urgent:
+            bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
+            assert step.delayed_ns <= bound_ns
+
+
+@given(ARRIVALS, st.lists(st.integers(500, 1000), min_size=1, max_size=3))
+@PATIENT
+def test_nobody_waits_for_overtakers_longer_than_the_bound(
+    arrivals: list[tuple[int, int, int]], decode: list[int]
+) -> None:
+    """Whoever passes a blocked request has drawn its last token when the bound is over."""
+    sizes = [it for it in arrivals if it[1] + it[2] <= sum(decode)]
+    played = cell([900, 900], decode)
+    played.play(sizes)
+    assert len(played.finished) == len(sizes)
+    for blocked, since_ns in played.policy.blocked.items():
+        for other, started_ns in played.policy.started.items():
+            if other > blocked and since_ns <= started_ns < played.policy.started[blocked]:
+                assert played.finished[other] <= since_ns + OVERTAKING_NS
+
+
+def test_a_request_waits_for_what_passes_those_before_it_only_once() -> None:
+    """Three long prompts that need all slots, one after the other, under a stream of short ones:
+    each of them may be passed for the bound, but not for the bound again for each before it."""
+    played = cell([2000, 2000], [1000])
+    longs = [(0, 50, 60)] + [(MS, 800, 150)] * 3
+    shorts = [(MS + n * 10 * MS, 40, 20) for n in range(600)]
+    played.play(sorted([*longs, *shorts], key=lambda it: it[0]))
+    numbers = [
+        number
+        for number, it in enumerate(sorted([*longs, *shorts], key=lambda it: it[0]), 1)
+        if it[1] == 800
+    ]
+    first, *_, last = numbers
+    blocked_ns = played.policy.blocked[first]
+    passed = [
+        other
+        for other, at_ns in played.policy.started.items()
+        if other > last and blocked_ns <= at_ns < played.policy.started[last]
+    ]
+    assert passed, "nobody passed: the bound was not tried"
+    assert max(played.finished[it] for it in passed) <= blocked_ns + OVERTAKING_NS
+
+
+def test_an_endless_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    """It waits for decode slots, while short ones keep coming as others leave."""
+    played = cell([4000], [2500])
+    older = [(0, 4, 80 + 2 * n) for n in range(20)]
+    arrivals = [*older, (MS, 2000, 300), *((2 * MS * n, 4, 10) for n in range(1, 1000))]
+    played.play(arrivals)
+    long = len(older) + 1
+    blocked_ns, started_ns = played.policy.blocked[long], played.policy.started[long]
+    last_of_older_ns = max(played.finished[it] for it in range(1, long))
+    passed = [it for it, at_ns in played.policy.started.items() if it > long and at_ns < started_ns]
+    assert len(passed) > 20
+    assert started_ns <= max(blocked_ns + OVERTAKING_NS, last_of_older_ns)
+
+
+@pytest.mark.parametrize("measured", [0.5, 1.0, 2.0])
+def test_what_was_measured_takes_the_place_of_what_was_predicted(measured: float) -> None:
+    """Short prompts of 42 ms pass a step of 350 ms until its own time is used up: as many more as
+    they took less. Each comes when the one before it is over."""
+    played = cell([4000], [100_000], measured=measured)
+    played.play([(0, 348, 1)] + [(MS + n * 85 * MS, 40, 1) for n in range(60)])
+    (long,) = (it for it in played.ended_steps if not it.command.urgent)
+    passing_ns = 42 * MS * measured
+    allowed = (350 * MS - 42 * MS) // passing_ns + 1
+    came = (long.delayed_ns + 350 * MS * measured) // (85 * MS) + 1
+    assert long.delayed_ns == passing_ns * min(allowed, came)

@@ -1,0 +1,202 @@
+"""A pair of gangs in virtual time, whose steps take exactly what was planted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from scheduler_cell import gang_up
+
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.cost import Costs, CostTable, GroupShape, Unmeasured
+from csps.services.scheduling.decisions import Blocked, Decision, Policy, StartPlan, Trial
+from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.view import PairView, View
+
+MS = 1_000_000
+FOREVER = DeadlineSettings(prefill_silence_ns=1 << 60, decode_silence_ns=1 << 60)
+
+
+class Watched:
+    """A policy whose decisions are noted with their times."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name, self.digest = policy.name, policy.digest
+        self.blocked: dict[int, int] = {}
+        """When a request was first found to be blocked."""
+        self.started: dict[int, int] = {}
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        return self._policy.line(prompt_tokens, pairs)
+
+    def trial(self, pair: PairView) -> Trial:
+        return self._policy.trial(pair)
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        decisions = self._policy.decide(view)
+        for it in decisions:
+            if isinstance(it, Blocked):
+                self.blocked.setdefault(it.request, view.now_ns)
+            elif isinstance(it, StartPlan):
+                self.started.update((placed.request, view.now_ns) for placed in it.decode)
+        return decisions
+
+
+@dataclass(eq=False)
+class Running:
+    """A step on the ranks."""
+
+    command: cmd.RunStep
+    left_ns: int
+    undone: list[int] = field(default_factory=list)
+    delayed_ns: int = 0
+    """Time of urgent steps on its instances since it was launched, added up over them."""
+
+
+class TimedCell:
+    """Plays requests that arrive at set times, to the end.
+
+    An instance runs urgent steps first, in order, then the oldest long one; a long step goes on
+    while all its instances are at it. Every token takes `iteration_ns`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        prefill: list[int],
+        decode: list[int],
+        latencies: Unmeasured,
+        *,
+        measured: float = 1.0,
+    ) -> None:
+        self.policy, self.latencies, self._measured = Watched(policy), latencies, measured
+        self.scheduler = Scheduler(
+            self.policy,
+            Costs(CostTable(latencies=latencies)),
+            limits=QueueLimits(max_waiting=10_000, max_waiting_tokens=1 << 40),
+            deadlines=FOREVER,
+        )
+        self.now_ns = 0
+        self.steps: dict[int, Running] = {}
+        self.ended_steps: list[Running] = []
+        self.finished: dict[int, int] = {}
+        """When each request's last token was drawn."""
+        self._reserved: dict[int, cmd.Reserve] = {}
+        self._answers: dict[int, int] = {}
+        self._events: list[ev.AnyEvent] = [
+            gang_up(1, prefill, prefill=True),
+            gang_up(2, decode, decode=True),
+            ev.LinkUp(prefill=1, decode=2),
+        ]
+
+    def predicted_ns(self, step: cmd.RunStep) -> int:
+        """What the policy has reckoned with."""
+        shape = GroupShape((len(step.group),))
+        return CostTable(latencies=self.latencies).best("exact", shape, 0, step.bounds[-1]).time_ns
+
+    def play(self, arrivals: list[tuple[int, int, int]]) -> None:
+        """Requests 1, 2, ...: (time in ns, prompt, output)."""
+        coming = [
+            (at_ns, ev.Submitted(request=number, prompt_tokens=prompt, output_tokens=output))
+            for number, (at_ns, prompt, output) in enumerate(arrivals, 1)
+        ]
+        wake_at_ns: int | None = None
+        while True:
+            while coming and coming[0][0] <= self.now_ns:
+                self._events.append(coming.pop(0)[1])
+            if wake_at_ns is not None and wake_at_ns <= self.now_ns:
+                self._events.append(ev.Wake())
+            events, self._events = self._events, []
+            outcome = self.scheduler.handle(events, self.now_ns)
+            for command in outcome.commands:
+                self._carry_out(command)
+            wake_at_ns = outcome.wake_at_ns
+            times = [at_ns for at_ns, _ in coming[:1]] + list(self._next_ends())
+            if self._events or wake_at_ns == self.now_ns:
+                continue
+            if not times:
+                break
+            self._pass(max(0, min(times) - self.now_ns))
+
+    def _carry_out(self, command: cmd.AnyCommand) -> None:
+        if isinstance(command, cmd.Reserve):
+            self._reserved[command.sequence] = command
+        elif isinstance(command, cmd.RunStep):
+            left_ns = max(1, round(self.predicted_ns(command) * self._measured))
+            self.steps[command.step] = Running(command, left_ns, list(command.group))
+        elif isinstance(command, cmd.SetGroup):
+            for sequence in command.joined:
+                tokens = self._reserved[sequence].output_tokens - 1
+                self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
+        else:
+            assert isinstance(command, cmd.Cancel), command  # of an answer of one token
+            self._free(command.sequence)
+
+    def _at_work(self) -> Iterator[Running]:
+        """Steps that go on: at the head of the line on all their instances."""
+        heads: dict[int, Running] = {}
+        for urgent in (True, False):
+            for it in self.steps.values():
+                if it.command.urgent == urgent:
+                    for instance in it.undone:
+                        heads.setdefault(instance, it)
+        for it in self.steps.values():
+            if all(heads[instance] is it for instance in it.undone):
+                yield it
+
+    def _next_ends(self) -> Iterator[int]:
+        yield from (self.now_ns + it.left_ns for it in self._at_work())
+        yield from self._answers.values()
+
+    def _pass(self, ns: int) -> None:
+        working = list(self._at_work())
+        self.now_ns += ns
+        for it in working:
+            it.left_ns -= ns
+            if it.command.urgent:
+                self._delay(it, ns)
+        for it in working:
+            if it.left_ns == 0:
+                self._end_step(it)
+        for sequence, at_ns in list(self._answers.items()):
+            if at_ns <= self.now_ns:
+                del self._answers[sequence]
+                self._end(sequence)
+
+    def _delay(self, urgent: Running, ns: int) -> None:
+        for other in self.steps.values():
+            if not other.command.urgent and other.command.step < urgent.command.step:
+                other.delayed_ns += ns * len(set(other.undone) & set(urgent.undone))
+
+    def _end_step(self, step: Running) -> None:
+        del self.steps[step.command.step]
+        self.ended_steps.append(step)
+        took_ns = round(self.predicted_ns(step.command) * self._measured)
+        for piece in step.command.pieces:
+            reserve = self._reserved[piece.sequence]
+            self._events.append(ev.FirstToken(sequence=piece.sequence))
+            self._events += [
+                ev.Landed(sequence=piece.sequence, instance=it.instance, tokens=it.stop - it.start)
+                for it in reserve.shares
+            ]
+            if reserve.output_tokens == 1:
+                self.finished[reserve.request] = self.now_ns
+                self._events.append(ev.Finished(sequence=piece.sequence, drawn=1))
+        self._events += [
+            ev.StepDone(step=step.command.step, instance=it, took_ns=took_ns) for it in step.undone
+        ]
+
+    def _end(self, sequence: int) -> None:
+        reserve = self._reserved[sequence]
+        self.finished[reserve.request] = self.now_ns
+        self._events.append(ev.Finished(sequence=sequence, drawn=reserve.output_tokens))
+        self._free(sequence)
+
+    def _free(self, sequence: int) -> None:
+        reserve = self._reserved[sequence]
+        holders = sorted({it.instance for it in reserve.shares} | {reserve.master})
+        self._events += [ev.Freed(sequence=sequence, instance=it) for it in holders]
