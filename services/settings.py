@@ -85,7 +85,10 @@ class SchedulingSettings(Section):
     model_config = ConfigDict(extra="allow")
 
     policy: str = "csps"
-    """Its name. All other keys of this section are the policy's own options."""
+    """Its name. All other keys of this section but `log` are the policy's own options."""
+    log: str | None = None
+    """File that every decision of the router can be replayed from: what the scheduler was told,
+    turn by turn, without tokens or text (`docs/scheduling.md`). None keeps no log."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -227,6 +230,9 @@ class Settings(Section):
             ConfigError: the model does not exist.
         """
         spans = Path(self.telemetry.spans_dir).expanduser().resolve()
+        log = self.scheduling.log
+        if log is not None:
+            log = str(Path(log).expanduser().resolve())
         return self.model_copy(
             update={
                 "model": str(self.model_dir),
@@ -234,6 +240,7 @@ class Settings(Section):
                 "scaling_information_base": str(
                     Path(self.scaling_information_base).expanduser().resolve()
                 ),
+                "scheduling": self.scheduling.model_copy(update={"log": log}),
                 "telemetry": self.telemetry.model_copy(update={"spans_dir": str(spans)}),
             }
         )

@@ -48,14 +48,20 @@ class CostBook:
     Args:
         table: to begin with: latency models, and buckets that are known already.
         configure: asked for cold buckets.
+        keep: is given every table before it is put in force, for the scheduler's log.
     """
 
-    def __init__(self, table: CostTable, configure: Configure) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        configure: Configure,
+        keep: Callable[[CostTable], None] | None = None,
+    ) -> None:
         self._store = {table.digest: table}
         self._newest = table
         self.costs = Costs(table, self._store)
         """What the scheduler looks things up in."""
-        self._configure = configure
+        self._configure, self._keep = configure, keep
         self._tell: Callable[[AnyEvent], None] | None = None
         self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
         self._choices: dict[Bucket, StrategyChoice] = {}
@@ -148,6 +154,8 @@ class CostBook:
         self._newest = table
         self._store.pop(table.digest, None)  # tables stand in the order in which they were told
         self._store[table.digest] = table
+        if self._keep is not None:
+            self._keep(table)
         assert self._tell is not None, "asked before it was started"
         self._tell(Calibrated(digest=table.digest))
         self._forget_former()

@@ -23,7 +23,7 @@ from csps.services.reading_lanes import ReadingLanes
 from csps.services.registry import Registry, RegistryDirectory
 from csps.services.router.cost_book import CostBook
 from csps.services.router.service import RequestService
-from csps.services.router.wiring import first_costs, make_scheduler
+from csps.services.router.wiring import first_costs, make_scheduler, open_log
 from csps.services.settings import Settings
 
 
@@ -44,7 +44,10 @@ class Router:
         self._configurator = ConfiguratorClient(configurator, secret)
         self._metrics = Metrics(settings.model_name)
         self._lanes = ReadingLanes()
-        costs = CostBook(first_costs(settings), self._configurator.strategies)
+        table = first_costs(settings)
+        self._log = open_log(settings, table)
+        keep = None if self._log is None else self._log.keep
+        costs = CostBook(table, self._configurator.strategies, keep)
         self._service = RequestService(
             cluster=Cluster(
                 RegistryDirectory(registry),
@@ -56,6 +59,7 @@ class Router:
             costs=costs,
             shape=attention_shape(settings),
             observer=self._metrics,
+            recorder=self._log,
         )
         self._metrics.watch(self._service)
 
@@ -86,4 +90,6 @@ class Router:
             await self._service.close(self._settings.drain_s)
             await self._configurator.close()
             self._lanes.close()
+            if self._log is not None:
+                self._log.close()
             self._flush_spans()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from csps.protocols.errors import ConfigError
 from csps.services.profiling.latency_source import latency_table
+from csps.services.router.decision_log import DecisionLog
 from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
+from csps.services.scheduling.log import Header
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
 from csps.services.settings import Settings
@@ -25,6 +30,33 @@ def first_costs(settings: Settings) -> CostTable:
     """What strategies and groups are compared by at first: the times that were profiled here, or
     those that come with csps, and no bucket filled in yet."""
     return CostTable(latencies=latency_table(settings))
+
+
+def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
+    """The log that the operator wants, if so.
+
+    Args:
+        table: in force at the start.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    scheduling = settings.scheduling
+    if scheduling.log is None:
+        return None
+    policy = make_policy(scheduling.policy, scheduling.options)
+    header = Header(
+        policy=scheduling.policy,
+        policy_digest=policy.digest,
+        table_digest=table.digest,
+        options=scheduling.options,
+        limits=QueueLimits(**settings.queue.model_dump()),
+        deadlines=make_deadlines(settings),
+    )
+    try:
+        return DecisionLog(Path(scheduling.log), header, table)
+    except OSError as error:
+        raise ConfigError(f"scheduling.log: {error.strerror}: {scheduling.log}") from None
 
 
 def make_deadlines(settings: Settings) -> DeadlineSettings:

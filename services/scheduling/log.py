@@ -18,6 +18,7 @@ import msgspec
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import AnyCommand
 from csps.services.scheduling.events import AnyEvent
+from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.scheduler import Scheduler
 
 PREFIX_BYTES = 4
@@ -33,6 +34,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     policy_digest: str
     table_digest: str
     """Of the cost table at the start."""
+    options: dict[str, int | float] = msgspec.field(default_factory=dict)
+    """What the policy was told."""
+    limits: QueueLimits = QueueLimits()
+    deadlines: DeadlineSettings = DeadlineSettings()
     schema: int = SCHEMA_VERSION
     python: str = platform.python_version()
     """Another version may sum floats in another order."""

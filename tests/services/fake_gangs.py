@@ -447,6 +447,9 @@ async def fake_cell(
     limits: QueueLimits | None = None,
     deadlines: DeadlineSettings = QUICK,
     policy: str = "csps",
+    table: CostTable | None = None,
+    keep: Callable[[CostTable], None] | None = None,
+    make_scheduler: Callable[..., Scheduler] = Scheduler,
     ready: bool = True,
     **service: Any,
 ) -> AsyncIterator[FakeCell]:
@@ -461,9 +464,9 @@ async def fake_cell(
         generations=MemoryGenerations(),
         deadlines=ClusterDeadlines(retry_s=0.01),
     )
-    costs = CostBook(CostTable(latencies=Unmeasured()), configure)
+    costs = CostBook(table or CostTable(latencies=Unmeasured()), configure, keep)
     chosen = {"spt_tokens": 1000, "short_tokens": 200} if policy == "csps" else {}
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
         make_policy(policy, {**chosen, **(options or {})}),
         costs.costs,
         limits=limits,

@@ -1,0 +1,101 @@
+"""The scheduler's log of a live router, and beside it the cost tables that it names.
+
+`scheduling: {log: FILE}` keeps one. `FILE` has what the scheduler was told, turn by turn, and
+`FILE.tables/` each table under its digest, so that `replayed` needs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
+from csps.services.scheduling.events import AnyEvent
+from csps.services.scheduling.latency import LatencyTable, parse_table
+from csps.services.scheduling.log import Header, LogWriter, replay
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Scheduler
+
+
+class _StoredTable(msgspec.Struct, frozen=True, array_like=True):
+    latencies: bytes
+    buckets: list[tuple[Bucket, tuple[Allowed, ...]]]
+
+
+class DecisionLog:
+    """Writes while the router runs; a context manager that ends the file."""
+
+    def __init__(self, path: Path, header: Header, table: CostTable) -> None:
+        """Begin a log; one that is there already is overwritten.
+
+        Args:
+            table: in force at the start.
+        """
+        self._tables = _tables_beside(path)
+        self._tables.mkdir(parents=True, exist_ok=True)
+        self.keep(table)
+        self._file = path.open("wb")
+        self._writer = LogWriter(self._file, header)
+
+    def record(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
+        """The scheduler is about to be told this batch."""
+        self._writer.append(now_ns, events)
+
+    def keep(self, table: CostTable) -> None:
+        """A table may be put in force from now on."""
+        assert isinstance(table.latencies, LatencyTable), "latencies that cannot be stored"
+        buckets = sorted(table.buckets.items())
+        stored = _StoredTable(table.latencies.canonical, buckets)
+        (self._tables / table.digest).write_bytes(msgspec.msgpack.encode(stored))
+
+    def close(self) -> None:
+        """Write what is left. Idempotent."""
+        if not self._file.closed:
+            self._writer.flush()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def replayed(path: Path) -> bytes:
+    """The commands of a logged run once more (`scheduling.log.replay`).
+
+    Raises:
+        ConfigError: the file is no log, or a table that it names is missing.
+    """
+    store = {it.name: _read_table(it) for it in _tables_beside(path).iterdir()}
+
+    def scheduler(header: Header) -> Scheduler:
+        if header.table_digest not in store:
+            raise ConfigError(f"the cost table {header.table_digest} of {path} is missing")
+        return Scheduler(
+            make_policy(header.policy, header.options),
+            Costs(store[header.table_digest], store),
+            limits=header.limits,
+            deadlines=header.deadlines,
+        )
+
+    return replay(path, scheduler)
+
+
+def _tables_beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tables")
+
+
+def _read_table(path: Path) -> CostTable:
+    stored = msgspec.msgpack.decode(path.read_bytes(), type=_StoredTable)
+    return CostTable(latencies=parse_table(stored.latencies), buckets=dict(stored.buckets))

@@ -1,0 +1,97 @@
+"""A live router's log gives its commands again, from the files that it wrote alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_gangs import QUICK, FakeGang, fake_cell, turns
+
+from csps.protocols.errors import ConfigError
+from csps.services.router.decision_log import DecisionLog, replayed
+from csps.services.router.wiring import make_deadlines, open_log
+from csps.services.running import Running
+from csps.services.scheduling.cost import CostTable
+from csps.services.scheduling.events import AnyEvent
+from csps.services.scheduling.latency_shipped import SHIPPED
+from csps.services.scheduling.log import Header, command_bytes
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.scheduler import Outcome, Scheduler
+from csps.services.settings import Settings
+
+TABLE = CostTable(latencies=SHIPPED)
+OPTIONS = {"spt_tokens": 1000, "short_tokens": 200}
+
+
+class Noting(Scheduler):
+    """Remembers its commands, as `replayed` writes them."""
+
+    commands = b""
+
+    def handle(self, events: Iterable[AnyEvent], now_ns: int) -> Outcome:
+        outcome = super().handle(events, now_ns)
+        self.commands += command_bytes(outcome.commands)
+        return outcome
+
+
+async def read(running: Running) -> int:
+    return len([token async for token in running])
+
+
+async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    policy = make_policy("csps", OPTIONS)
+    header = Header(
+        policy="csps",
+        policy_digest=policy.digest,
+        table_digest=TABLE.digest,
+        options=OPTIONS,
+        deadlines=QUICK,
+    )
+    made: list[Noting] = []
+
+    def scheduler(*args: Any, **options: Any) -> Scheduler:
+        made.append(Noting(*args, **options))
+        return made[0]
+
+    with DecisionLog(path, header, TABLE) as log:
+        async with fake_cell(
+            table=TABLE, keep=log.keep, recorder=log, make_scheduler=scheduler
+        ) as cell:
+            cell.runs_by_itself()
+            requests = [cell.submit(50 + 397 * n % 2500, 1 + n % 7) for n in range(25)]
+            await turns(20)
+            requests[3].cancel()
+            await cell.prefill.kill(0)
+            await cell.replace(FakeGang("prefill", "p2"))
+            cell.runs_by_itself()
+            await asyncio.gather(*map(read, requests))
+            await cell.settled()
+    assert made[0].commands.count(b"reserve") > 25  # some were tried again
+    assert replayed(path) == made[0].commands
+    tables = list((tmp_path / "decisions.tables").iterdir())
+    assert len(tables) > 1  # what the configurator has filled in was put in force
+    next(it for it in tables if it.name == TABLE.digest).unlink()
+    with pytest.raises(ConfigError, match="is missing"):
+        replayed(path)
+
+
+def test_the_settings_say_whether_there_is_a_log(tiny_llama: Path, tmp_path: Path) -> None:
+    assert open_log(Settings(model=str(tiny_llama)), TABLE) is None
+    scheduling = {"policy": "fixed_sp", "sp": 1, "log": str(tmp_path / "log")}
+    settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
+    log = open_log(settings, TABLE)
+    assert log is not None
+    log.close()
+    assert replayed(tmp_path / "log") == b""
+    assert make_deadlines(settings).landing_ns == 60_000_000_000
+
+
+def test_a_log_that_cannot_be_written_is_the_operators_mistake(tiny_llama: Path) -> None:
+    scheduling = {"log": "/proc/none/of/this"}
+    settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
+    with pytest.raises(ConfigError, match=r"scheduling\.log: "):
+        open_log(settings, TABLE)
