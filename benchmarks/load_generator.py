@@ -157,6 +157,7 @@ def main() -> None:
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores",
         "load_average": os.getloadavg(),
+        "nice": os.nice(0),
         "load": vars(load),
         "slo": {"ttft": SLO_TTFT_MS, "tpot": SLO_TPOT_MS},
         "tools": {},
