@@ -15,19 +15,26 @@ from csps.loadgen.client.api import Said
 from csps.loadgen.client.asker import Asker
 from csps.loadgen.workloads.request import Request
 
-_TIMER_NS = 500_000
-"""That the event loop's timers come early at most."""
+_EARLY_NS = 500_000
+"""That a request may leave early. Timers have a resolution of a millisecond: aimed at the due time
+they would be late by half of that on average, and all latencies with them."""
 
 
 class Load:
     """One run."""
 
     def __init__(
-        self, asker: Asker, requests: Sequence[Request], *, users: int | None = None
+        self,
+        asker: Asker,
+        requests: Sequence[Request],
+        *,
+        users: int | None = None,
+        max_duration_s: float | None = None,
     ) -> None:
         """`users` makes it a closed loop: so many ask, each again as soon as it has its answer,
         and times of arrival are ignored."""
         self._asker, self._users = asker, users
+        self._max_duration_s = max_duration_s
         self._conversations = conversations(requests)
         self._stopped = asyncio.Event()
 
@@ -36,7 +43,7 @@ class Load:
         self._stopped.set()
 
     async def run(self) -> None:
-        """Until the last answer, or until it is stopped; the asker has the records."""
+        """Until the last answer, the time limit, or `stop`; the asker has the records."""
         # Encoded before, because 100K tokens take a millisecond.
         payloads = [self._asker.encode(it[0], number) for number, it in self._numbered()]
         gc.collect()
@@ -45,7 +52,9 @@ class Load:
         loop = self._open_loop(payloads) if self._users is None else self._closed_loop(payloads)
         tasks = [asyncio.create_task(it) for it in (loop, self._stopped.wait())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                tasks, timeout=self._max_duration_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             for task in tasks:
                 task.cancel()
@@ -78,8 +87,8 @@ class Load:
 
     async def _until(self, due_ns: int) -> None:
         """Absolute time: what one wait is late does not delay the next."""
-        while (left_ns := due_ns - self._asker.now_ns()) > _TIMER_NS:  # noqa: ASYNC110 (a clock)
-            await asyncio.sleep(left_ns / 1e9)
+        while (left_ns := due_ns - self._asker.now_ns()) > _EARLY_NS:  # noqa: ASYNC110 (a clock)
+            await asyncio.sleep((left_ns - _EARLY_NS) / 1e9)
 
     async def _converse(
         self, turns: list[Request], number: int, due_ns: int, payload: bytes

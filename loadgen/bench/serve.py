@@ -150,11 +150,16 @@ async def measure(
         max_concurrency=None if closed else arguments.max_concurrency,
         request_timeout_s=arguments.request_timeout,
     )
-    load = Load(asker, chosen.requests, users=arguments.max_concurrency if closed else None)
+    load = Load(
+        asker,
+        chosen.requests,
+        users=arguments.max_concurrency if closed else None,
+        max_duration_s=arguments.max_duration,
+    )
     shown = progress(asker.counts, len(chosen.requests))
     cpu_s = time.process_time()
     async with nullcontext() if arguments.disable_tqdm else shown:
-        await _stoppable(load, arguments.max_duration)
+        await _stoppable(load)
     cpu_s = time.process_time() - cpu_s
     records = sorted(asker.records, key=lambda record: record.scheduled_ns)
     facts = chosen.facts | {
@@ -165,17 +170,14 @@ async def measure(
     return summarize(records, replace(run, facts=run.facts | facts))
 
 
-async def _stoppable(load: Load, max_duration_s: float | None) -> None:
-    """Ctrl-C and the time limit end the run, not the report."""
+async def _stoppable(load: Load) -> None:
+    """Ctrl-C ends the run, not the report."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, load.stop)
-    limit = loop.call_later(max_duration_s, load.stop) if max_duration_s else None
     try:
         await load.run()
     finally:
         loop.remove_signal_handler(signal.SIGINT)
-        if limit is not None:
-            limit.cancel()
 
 
 def run_of(target: Target, arguments: argparse.Namespace, slo: Slo) -> Run:

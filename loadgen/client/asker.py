@@ -112,7 +112,7 @@ class Asker:
     ) -> RequestRecord:
         done = status == "completed"
         record = RequestRecord(
-            # A timer may come up to half a millisecond early: no answer is faster for that.
+            # A request may leave half a millisecond early: no answer is faster for that.
             scheduled_ns=min(scheduled_ns, sent_ns),
             sent_ns=sent_ns,
             chunk_ns=tuple(ns - self._begin_ns for ns in answer.chunk_ns),
