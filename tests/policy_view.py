@@ -1,0 +1,142 @@
+"""Pictures for policies: live objects in any state, without a scheduler around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from scheduler_cell import gang_up
+
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.decisions import Decision, Policy, StartPlan
+from csps.services.scheduling.ids import index_of
+from csps.services.scheduling.live_state import Gang, Line, Pair, Request, Step, new_gang
+
+TOKEN_NS = 1000
+PLAIN = Unmeasured(step_ns=0, token_ns=TOKEN_NS, pair_ns=0, iteration_time_ns=TOKEN_NS)
+"""A microsecond a token, shared by a group."""
+
+
+@dataclass
+class Busy:
+    """An instance of a gang."""
+
+    free: int = 10_000
+    place: str = ""
+    long: tuple[tuple[int, int], ...] = ()
+    """(predicted, delayed) of its long steps, in tokens' times."""
+    urgent: int = 0
+    """Tokens of urgent steps."""
+    requests: int = 0
+
+
+def waiting(number: int, prompt: int, output: int = 10, **more: object) -> Request:
+    """A request in the line."""
+    request = Request(
+        id=number,
+        cls=str(more.get("cls", "exact")),
+        prompt_tokens=prompt,
+        output_tokens=output,
+        deadline_ns=None,
+        submitted_ns=0,
+        waiting_since_ns=0,
+    )
+    blocked = more.get("blocked_ns")
+    request.blocked_ns = blocked if isinstance(blocked, int) else None
+    return request
+
+
+def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
+    """A gang whose instances are as busy as that."""
+    places = [it.place or f"0-{number}-{index}" for index, it in enumerate(instances)]
+    slots = [max(it.free, 1) for it in instances]
+    up = gang_up(number, slots, prefill=prefill, decode=not prefill, places=places)
+    made = new_gang(up, 0)
+    for index, (instance, busy) in enumerate(zip(made.instances, instances, strict=True)):
+        instance.used = instance.capacity - busy.free
+        instance.mastered = busy.requests
+        instance.urgent_ns = busy.urgent * TOKEN_NS
+        instance.long_steps = len(busy.long)
+        instance.overtaken_ns = max([0, *(delayed for _, delayed in busy.long)]) * TOKEN_NS
+        for at, (tokens, delayed) in enumerate(busy.long):
+            step = _step(1000 * (index + 1) + at, made, tokens, delayed)
+            instance.steps[step.id] = step
+        instance.free_at_ns = (busy.urgent + sum(it for it, _ in busy.long)) * TOKEN_NS
+    made.mastered = sum(it.requests for it in instances)
+    return made
+
+
+def _step(number: int, of: Gang, tokens: int, delayed: int) -> Step:
+    return Step(
+        id=number,
+        gang=of,
+        sequences=(),
+        urgent=False,
+        predicted_ns=tokens * TOKEN_NS,
+        launched_ns=0,
+        undone={},
+        delayed_ns=delayed * TOKEN_NS,
+    )
+
+
+@dataclass
+class Picture:
+    """A `view.View`."""
+
+    requests: list[Request]
+    prefill: list[Busy] = field(default_factory=lambda: [Busy() for _ in range(4)])
+    decode: list[Busy] = field(default_factory=lambda: [Busy(50_000), Busy(50_000)])
+    now_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.cost = Costs(CostTable(latencies=PLAIN))
+        self.pairs = [
+            Pair(
+                prefill=gang(1, self.prefill, prefill=True),
+                decode=gang(2, self.decode, prefill=False),
+            )
+        ]
+
+    def ask(self, policy: Policy) -> list[Decision]:
+        """What the policy decides."""
+        for request in self.requests:
+            request.line = policy.line(request.prompt_tokens, self.pairs)
+        return list(policy.decide(self))
+
+    def waiting(self, line: Line) -> list[Request]:
+        return [it for it in self.requests if it.line == line]
+
+    @property
+    def blocked(self) -> list[Request]:
+        return [it for it in self.requests if it.blocked_ns is not None]
+
+    def blocked_ns(self, request: object) -> int:
+        assert isinstance(request, Request)
+        return self.now_ns if request.blocked_ns is None else request.blocked_ns
+
+    def rate_30s(self) -> int:
+        return len(self.requests)
+
+
+def plans(decisions: Sequence[Decision]) -> list[StartPlan]:
+    """Those that start something."""
+    return [it for it in decisions if isinstance(it, StartPlan)]
+
+
+def numbers(plan: StartPlan) -> list[int]:
+    """Requests of the plan's only step."""
+    (step,) = plan.steps
+    return [piece.request for piece in step.pieces]
+
+
+def group(plan: StartPlan) -> list[int]:
+    """Indexes of the instances of the plan's only step."""
+    return [index_of(it) for it in plan.steps[0].group]
+
+
+def sizes(plan: StartPlan) -> dict[int, int]:
+    """Tokens that each instance computes."""
+    bounds = plan.steps[0].bounds
+    parts = [stop - start for start, stop in pairwise(bounds)]
+    return dict(zip(group(plan), parts, strict=True))
