@@ -26,9 +26,9 @@ from csps.services.scheduling.commands import AnyCommand, Reserve, RunStep
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Decision, Policy, Trial
 from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, View
 
 OPTIONS: dict[str, dict[str, object]] = {

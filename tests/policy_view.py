@@ -11,7 +11,7 @@ from scheduler_cell import gang_up
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Decision, Policy, StartPlan
 from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.live_state import Gang, Line, Pair, Request, Step, new_gang
+from csps.services.scheduling.state import Gang, Line, Pair, Request, Step, new_gang
 
 TOKEN_NS = 1000
 PLAIN = Unmeasured(step_ns=0, token_ns=TOKEN_NS, pair_ns=0, iteration_time_ns=TOKEN_NS)

@@ -12,8 +12,8 @@ from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, GroupShape, Unmeasured
 from csps.services.scheduling.decisions import Blocked, Decision, Policy, StartPlan, Trial
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
-from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, View
 
 MS = 1_000_000

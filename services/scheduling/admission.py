@@ -7,7 +7,7 @@ from collections import deque
 from csps.protocols.errors import CspsError, QueueFull
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.limits import SECOND_NS, QueueLimits
-from csps.services.scheduling.live_state import Request
+from csps.services.scheduling.state import Request
 from csps.services.scheduling.turn import Turn
 
 DRAIN_RETRY_AFTER_S = 10.0

@@ -9,7 +9,7 @@ import msgspec
 
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId, RequestId
-from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, View
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from csps.protocols.errors import ContextLengthExceeded
 from csps.services.scheduling.decisions import Policy, Trial
-from csps.services.scheduling.live_state import Gang, Pair, idle_copy
+from csps.services.scheduling.state import Gang, Pair, idle_copy
 
 
 class Fit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from csps.services.scheduling.commands import ResetGang
 from csps.services.scheduling.events import GangUp
 from csps.services.scheduling.ids import GangId, InstanceId, numbered
-from csps.services.scheduling.live_state import Gang, Instance, Pair, new_gang
+from csps.services.scheduling.state import Gang, Instance, Pair, new_gang
 from csps.services.scheduling.turn import Turn
 
 

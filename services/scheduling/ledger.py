@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.live_state import Gang, Instance
+from csps.services.scheduling.state import Gang, Instance
 
 
 class Ledger:

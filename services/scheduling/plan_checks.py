@@ -8,9 +8,9 @@ from itertools import pairwise
 from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, StartPlan
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId, gang_of
-from csps.services.scheduling.live_state import Pair, Request
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.state import Pair, Request
 
 
 class PlanChecks:

@@ -10,10 +10,10 @@ from csps.services.scheduling.decisions import Blocked, Decision, PlannedStep, S
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
-from csps.services.scheduling.live_state import Sequence, Step
 from csps.services.scheduling.plan_checks import PlanChecks
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
+from csps.services.scheduling.state import Sequence, Step
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from operator import attrgetter
 
-from csps.services.scheduling.live_state import Line, Request
+from csps.services.scheduling.state import Line, Request
 
 _number = attrgetter("id")
 

@@ -16,9 +16,9 @@ from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import RequestId
 from csps.services.scheduling.limits import SECOND_NS, QueueLimits
-from csps.services.scheduling.live_state import Request, Sequence
 from csps.services.scheduling.queue import Queue
 from csps.services.scheduling.sequences import Sequences
+from csps.services.scheduling.state import Request, Sequence
 from csps.services.scheduling.timers import Timer, Timers
 from csps.services.scheduling.turn import Turn, wire_error
 

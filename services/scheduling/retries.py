@@ -7,9 +7,9 @@ from csps.services.scheduling.commands import Restart
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId, SequenceId
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
-from csps.services.scheduling.live_state import Gang, Request, Sequence
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
+from csps.services.scheduling.state import Gang, Request, Sequence
 from csps.services.scheduling.turn import Turn, wire_error
 
 MAX_LONE_LOSSES = 2

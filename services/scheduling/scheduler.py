@@ -30,12 +30,12 @@ from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.integrity import check_books
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
-from csps.services.scheduling.live_state import Instance, Line, Pair, Request
 from csps.services.scheduling.plans import Plans
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.retries import Retries
 from csps.services.scheduling.sequences import Sequences
 from csps.services.scheduling.silence import Silence
+from csps.services.scheduling.state import Instance, Line, Pair, Request
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn, wire_error

@@ -6,7 +6,7 @@ from csps.services.scheduling.commands import Cancel, SetGroup, Share
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
 from csps.services.scheduling.ledger import Ledger
-from csps.services.scheduling.live_state import Gang, Instance, Pair, Request, Sequence
+from csps.services.scheduling.state import Gang, Instance, Pair, Request, Sequence
 from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings
-from csps.services.scheduling.live_state import Gang
+from csps.services.scheduling.state import Gang
 from csps.services.scheduling.steps import Steps
 
 

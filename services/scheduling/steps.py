@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.ledger import Ledger
-from csps.services.scheduling.live_state import Gang, Instance, Sequence, Step
+from csps.services.scheduling.state import Gang, Instance, Sequence, Step
 from csps.services.scheduling.turn import Turn
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import Choice, GroupShape
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
-from csps.services.scheduling.live_state import Line
+from csps.services.scheduling.state import Line
 
 
 class StepView(Protocol):

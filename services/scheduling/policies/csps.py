@@ -28,12 +28,12 @@ from collections.abc import Callable, Sequence
 
 from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
 from csps.services.scheduling.ids import RequestId
-from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
 from csps.services.scheduling.policies.near_rooms import NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
+from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, RequestView, View
 
 

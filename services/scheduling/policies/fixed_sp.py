@@ -23,10 +23,10 @@ from csps.services.scheduling.decisions import (
     StartPlan,
     Trial,
 )
-from csps.services.scheduling.live_state import Line
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.shares import bounds_of, level_shares
+from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, RequestView, View
 
 

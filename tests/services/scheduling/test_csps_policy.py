@@ -12,8 +12,8 @@ from policy_view import TOKEN_NS, Busy, Picture, group, numbers, plans, sizes, w
 from csps.protocols.topology import Location
 from csps.services.scheduling.decisions import Blocked, WakeAt
 from csps.services.scheduling.ids import index_of
-from csps.services.scheduling.live_state import Request
 from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.state import Request
 
 OPTIONS: dict[str, object] = {
     "spt_tokens": 1000,

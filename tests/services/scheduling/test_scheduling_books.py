@@ -23,11 +23,11 @@ from csps.services.scheduling.cost import (
 )
 from csps.services.scheduling.ledger import Ledger
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
-from csps.services.scheduling.live_state import Line, Request, new_gang
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.policies.near_rooms import NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
 from csps.services.scheduling.queue import Queue
+from csps.services.scheduling.state import Line, Request, new_gang
 from csps.services.scheduling.timers import Timer, Timers
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
