@@ -1,6 +1,7 @@
-"""The cost table that the router's scheduler looks strategies up in, filled by the configurator.
+"""The cost table that the router's scheduler looks strategies and times up in.
 
-No request waits for the configurator. A bucket that nobody has filled in runs by its class's own
+The configurator fills it in, and latencies follow the steps that are measured while serving. No
+request waits for the configurator. A bucket that nobody has filled in runs by its class's own
 strategy; it is asked for in the background, and the next table has it.
 """
 
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
 from csps.protocols.plans import (
     AUTO,
@@ -24,8 +27,11 @@ from csps.protocols.plans import (
     StrategyQuestions,
 )
 from csps.protocols.topology import Location
+from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable, shape_of
 from csps.services.scheduling.events import AnyEvent, Calibrated
+from csps.services.scheduling.latency import GroupShape, LatencyTable
+from csps.services.scheduling.latency_refit import Refit
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +44,8 @@ PAUSE_S = 1.0
 """Before a question that got none is asked again."""
 MAX_CLASSES = 64
 """Classes with wishes of their own; clients may think of any number of them."""
+REFIT_STEPS, REFIT_S = 16, 10.0
+"""Latencies are fitted again after so many steps, and not more often than so many seconds."""
 LONGEST = 1 << 21
 """Tokens up to which buckets are filled before anybody asks."""
 
@@ -59,6 +67,9 @@ class CostBook:
     ) -> None:
         self._store = {table.digest: table}
         self._newest = table
+        latencies = table.latencies
+        self._refit = Refit(latencies) if isinstance(latencies, LatencyTable) else None
+        self._refitted_at, self._refitted = time.monotonic(), 0
         self.costs = Costs(table, self._store)
         """What the scheduler looks things up in."""
         self._configure, self._keep = configure, keep
@@ -148,15 +159,36 @@ class CostBook:
         buckets |= {it: (Allowed(choice.strategy),) for it, choice in chosen.items()}
         known = {**self._choices, **chosen}
         self._choices = {it: choice for it, choice in known.items() if it in buckets}
-        before, table = self._newest, replace(self._newest, buckets=buckets)
-        if table.digest == before.digest:
+        self._put_in_force(replace(self._newest, buckets=buckets))
+
+    # --- measuring -----------------------------------------------------------------------------
+
+    def measured(self, command: RunStep, tp: int, took_s: float) -> None:
+        """A step has ended: how long it took, computing and exchanging."""
+        if self._refit is None:
+            return
+        shape = GroupShape(strategy=command.strategy, sp=len(command.group), tp=tp)
+        rows = [(piece.length, piece.start) for piece in command.pieces]
+        try:
+            self._refit.observe(shape, rows, int(took_s * 1e9))
+        except ConfigError:
+            return  # nothing of this kind was ever profiled: there is nothing to correct
+        now, new = time.monotonic(), self._refit.observations - self._refitted
+        if new >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
+            self._refitted_at, self._refitted = now, self._refit.observations
+            self._put_in_force(replace(self._newest, latencies=self._refit.table()))
+
+    # --- tables --------------------------------------------------------------------------------
+
+    def _put_in_force(self, table: CostTable) -> None:
+        if table.digest == self._newest.digest:
             return
         self._newest = table
         self._store.pop(table.digest, None)  # tables stand in the order in which they were told
         self._store[table.digest] = table
         if self._keep is not None:
             self._keep(table)
-        assert self._tell is not None, "asked before it was started"
+        assert self._tell is not None, "measured or asked before it was started"
         self._tell(Calibrated(digest=table.digest))
         self._forget_former()
 

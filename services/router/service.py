@@ -53,7 +53,8 @@ class RequestService:
         self._costs = costs
         self._observer = observer or NoObserver()
         self._turns = Turns(scheduler, recorder=recorder)
-        self._gangs, self._sequences, self._steps = AttachedGangs(), Sequences(), Steps()
+        self._gangs, self._sequences = AttachedGangs(), Sequences()
+        self._steps = Steps(costs.measured)
         self._requests = Requests(self._observer, self._turns.tell)
         self._reports = Reports(self._requests, self._sequences, self._steps, self._turns.tell)
         self._executor = Executor(

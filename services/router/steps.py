@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
@@ -13,6 +14,8 @@ from csps.services.scheduling.ids import InstanceId, StepId
 
 @dataclass(eq=False, slots=True)
 class _RunningStep:
+    command: RunStep
+    tp: int
     sequences: list[LiveSequence]
     undone: InstanceRanks
     figures: list[PrefillDone] = field(default_factory=list)
@@ -20,15 +23,20 @@ class _RunningStep:
 
 
 class Steps:
-    """All of them; also what their ranks have measured, which goes to the requests' timings."""
+    """All of them; also what their ranks have measured, which goes to the requests' timings.
 
-    def __init__(self) -> None:
+    Args:
+        measured: is told how long a whole step took, and `tp` of its gang.
+    """
+
+    def __init__(self, measured: Callable[[RunStep, int, float], None]) -> None:
+        self._measured = measured
         self._running: dict[StepId, _RunningStep] = {}
 
     def launched(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
         """The step was sent to every rank of the gang."""
         undone = InstanceRanks(gang, iter(command.group))
-        self._running[command.step] = _RunningStep(sequences, undone)
+        self._running[command.step] = _RunningStep(command, gang.tp, sequences, undone)
 
     def rank_done(self, done: PrefillDone, instance: InstanceId) -> float | None:
         """A rank has reported; returns the seconds that its instance took if it was the last one
@@ -45,6 +53,8 @@ class Steps:
             del self._running[done.job_id]
             for sequence in step.sequences:
                 sequence.running.timings.add_figures(step.figures)
+            if not any(it.cancelled for it in step.figures):
+                self._measured(step.command, step.tp, max(step.took_s.values()))
         return took_s
 
     def forget(self, gang: GangClient) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from csps.protocols.errors import ConfigError
 from csps.protocols.topology import Location
 
 EXACT = "exact"
@@ -124,7 +125,11 @@ class CostTable:
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
         """Time of a decode iteration."""
-        return _quantised(self.latencies.iteration(sp, tp).predict_ns(batch, context))
+        try:
+            times = self.latencies.iteration(sp, tp)
+        except ConfigError:  # nobody has measured instances of so many ranks
+            times = self.latencies.iteration(sp * tp, 1)
+        return _quantised(times.predict_ns(batch, context))
 
     def _allowed(self, cls: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
         if cls == EXACT:
@@ -139,10 +144,14 @@ class CostTable:
         return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
 
     def _times(self, shape: GroupShape, strategy: str) -> StepTimes:
-        try:
-            return self.latencies.step(shape.sp, shape.tp, strategy)
-        except ValueError:  # not measured: what exact attention costs
-            return self.latencies.step(shape.sp, shape.tp)
+        """Of the nearest that was measured: exact attention in the place of a strategy, instances
+        of one rank in the place of those of several."""
+        for sp, tp, name in ((shape.sp, shape.tp, strategy), (shape.sp, shape.tp, "")):
+            try:
+                return self.latencies.step(sp, tp, name)
+            except ConfigError:
+                continue
+        return self.latencies.step(shape.sp * shape.tp, 1)
 
     @cached_property
     def _found(self) -> dict[tuple[GroupShape, str], StepTimes]:

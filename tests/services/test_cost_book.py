@@ -1,0 +1,67 @@
+"""Latencies that follow what is measured, and tables for deployments that nobody has profiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.services.router import cost_book
+from csps.services.router.cost_book import CostBook
+from csps.services.scheduling.commands import Piece, RunStep
+from csps.services.scheduling.cost import CostTable, GroupShape
+from csps.services.scheduling.events import AnyEvent, Calibrated
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.latency_shipped import SHIPPED
+
+TABLE = CostTable(latencies=SHIPPED)
+TOKENS = 4096
+
+
+async def silent(questions: StrategyQuestions) -> StrategyChoices:
+    raise LookupError
+
+
+def step(number: int, strategy: str = "ulysses") -> RunStep:
+    return RunStep(
+        step=number,
+        group=(instance_id(1, 0), instance_id(1, 1)),
+        bounds=(0, TOKENS // 2, TOKENS),
+        pieces=(Piece(number, 0, TOKENS),),
+        history=((),),
+        strategy=strategy,
+        cls="auto",
+        urgent=False,
+    )
+
+
+def test_a_machine_that_has_become_slower_is_predicted_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cost_book, "REFIT_S", 0.0)
+    told: list[AnyEvent] = []
+    book = CostBook(TABLE, silent)
+    book.start(told.append)
+    shape = GroupShape((2,))
+    before = book.costs.best("exact", shape, 0, TOKENS).time_ns
+    for number in range(100):
+        book.measured(step(number), 1, 3 * before / 1e9)
+        for event in told:
+            assert isinstance(event, Calibrated)
+            book.costs.use(event.digest)
+        told.clear()
+    after = book.costs.best("exact", shape, 0, TOKENS).time_ns
+    assert after == pytest.approx(3 * before, rel=0.1)
+
+
+def test_what_was_never_profiled_is_not_corrected_and_breaks_nothing() -> None:
+    book = CostBook(TABLE, silent)
+    for number in range(100):
+        book.measured(step(number, "ring_of_saturn"), 3, 1.0)
+    assert book.costs.table is TABLE
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_any_tensor_parallelism_has_a_prediction(tp: int) -> None:
+    for strategy in ("auto", "csa/5e1f", "sp_tp/12"):
+        assert TABLE.best(strategy, GroupShape((2, 2), tp), 0, TOKENS).time_ns > 0
+    assert TABLE.iteration_ns(2, tp, 4, 10_000) > 0
