@@ -92,7 +92,7 @@ STAGES = (
     ),
     Stage(
         name="hints",
-        steps=250,
+        steps=150,
         batch=24,
         tokens=96,
         needles=(2, 8),
@@ -119,7 +119,7 @@ STAGES = (
     ),
     Stage(
         name="long",
-        steps=250,
+        steps=300,
         batch=8,
         tokens=384,
         fillers=ALL_FILLERS,
@@ -131,9 +131,10 @@ STAGES = (
         continued=48,
         learning_rate=(1.5e-3, 1.25e-3),
     ),
+    # And what users do: how to behave when nothing is asked, and texts that name keys in passing.
     Stage(
         name="polish",
-        steps=500,
+        steps=700,
         batch=8,
         tokens=384,
         fillers=ALL_FILLERS,
@@ -142,27 +143,11 @@ STAGES = (
         first=0.3,
         hard_kinds=0.5,
         everyday=True,
+        idle=0.15,
+        mentions=0.01,
         misspelt=0.1,
         continued=96,
         learning_rate=(1.25e-3, 1e-5),
-    ),
-    # How to behave when nothing is asked; and texts that name keys in passing.
-    Stage(
-        name="manners",
-        steps=200,
-        batch=8,
-        tokens=384,
-        fillers=ALL_FILLERS,
-        needles=(1, 60),
-        questions=12,
-        first=0.3,
-        hard_kinds=0.5,
-        everyday=True,
-        idle=0.35,
-        mentions=0.02,
-        misspelt=0.1,
-        continued=128,
-        learning_rate=(6e-4, 1e-5),
     ),
 )
 
