@@ -104,11 +104,10 @@ class Session(asyncio.Protocol):
         for number, delay_s in enumerate(self._delays.of(asked)):
             left_s = delay_s - (time.perf_counter_ns() - received_ns) / 1e9
             await asyncio.sleep(max(0.0, left_s))
-            last = number == asked - 1
-            self._event(
-                {"choices": [_choice(f" t{number}", chat, "length" if last else None)]}, chat
-            )
+            reason = "length" if number == asked - 1 else None
+            # Before writing, so that nobody can have read it earlier.
             written.append(time.perf_counter_ns())
+            self._event({"choices": [_choice(f" t{number}", chat, reason)]}, chat)
         prompt = body.get("prompt") or "".join(str(it.get("content")) for it in body["messages"])
         usage = {"prompt_tokens": len(str(prompt).split()), "completion_tokens": asked}
         usage["total_tokens"] = sum(usage.values())
