@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from one_group import OneGroup, cluster
 
+from csps.loadgen.simulator.cluster import LinkModel
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.services.scheduling.events import Submitted
@@ -192,6 +193,28 @@ def test_requests_outlive_their_gangs() -> None:
         assert len(it.token_ns) == it.drawn
         assert it.token_ns == sorted(it.token_ns)
     simulator.gangs.check_idle()
+
+
+@pytest.mark.parametrize(("layers", "landed_ns"), [(1, 100 + 1000), (2, 1000)])
+def test_kv_takes_its_time_and_leaves_while_a_step_computes(layers: int, landed_ns: int) -> None:
+    """1,000 bytes at one a nanosecond: after the step, or all layers but the last one during it."""
+    link = LinkModel(bytes_per_s=10**9, latency_ns=5, shared=True)
+    arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=3)]
+    model = {"between": link, "kv_bytes_per_token": 10, "layers": layers}
+    outcome = run(arrivals, instances=1, **model).outcomes[0]
+    assert outcome.first_token_ns == 100
+    begin_ns = landed_ns + 5
+    assert outcome.token_ns == [100, begin_ns + 1000, begin_ns + 2000]
+
+
+def test_gaps_and_messages_take_their_time() -> None:
+    arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=3)]
+    gaps = {"notice_ns": 500, "step_gap_ns": 7, "iteration_gap_ns": 50}
+    outcome = run(arrivals, **gaps).outcomes[0]
+    first_ns = 500 + 107
+    assert (outcome.started_ns, outcome.first_token_ns) == (500, first_ns)
+    begin_ns = first_ns + 500 + 500
+    assert outcome.token_ns == [first_ns, begin_ns + 1050, begin_ns + 2100]
 
 
 def test_a_client_that_leaves_draws_nothing_more() -> None:
