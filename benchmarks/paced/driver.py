@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 
 from csps.protocols.gang_client import GangClient
@@ -39,7 +40,7 @@ class Driver:
         self._prefill = GangClient("prefill", members(listing["prefill"]), self._notified)
         self._decode = GangClient("decode", members(listing["decode"]), self._notified)
         self._stamps: list[float] = []
-        self._heard: set[str] = set()
+        self._heard: Counter[str] = Counter()
         self._news = asyncio.Event()
 
     async def start(self) -> None:
@@ -55,7 +56,7 @@ class Driver:
 
     async def ask(self, rid: int, prompt: int, tokens: int) -> list[float]:
         """`time.monotonic()` of each token of an answer."""
-        self._stamps, self._heard = [], set()
+        self._stamps, self._heard = [], Counter()
         shares = (KvShare(instance=0, span=Span(start=0, stop=prompt)),)
         sampling = Sampling(max_tokens=tokens)
         reserve = Reserve(
@@ -67,20 +68,22 @@ class Driver:
         )
         job = PrefillJob(job_id=rid, group=(0,), bounds=(0, prompt), pieces=(piece,))
         self._prefill.notify_all("prefill", pack(job))
-        await self._until({"tokens", "landed"})
+        await self._until("tokens", 1)
+        await self._until("landed", 1)
         self._decode.notify(0, "join", pack(JoinBatch(rid=rid, first_token=1)))
-        await self._until({"freed"})
+        # Of every rank, or the last one's would be taken for the next request's.
+        await self._until("freed", self._decode.world_size)
         return self._stamps
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if method == "tokens":
             rows = len(unpack(Tokens, payload).rids)
             self._stamps += [time.monotonic()] * rows
-        self._heard.add(method)
+        self._heard[method] += 1
         self._news.set()
 
-    async def _until(self, methods: set[str]) -> None:
+    async def _until(self, method: str, count: int) -> None:
         async with asyncio.timeout(ANSWER_S):
-            while not methods <= self._heard:
+            while self._heard[method] < count:
                 self._news.clear()
                 await self._news.wait()
