@@ -174,7 +174,7 @@ def result_of(
     }
     run = Run(
         kind="simulated",
-        label=f"{arguments.policy} {source} at {arguments.rate or 'its own rate'}",
+        label=f"{arguments.policy} {source}",  # one line of a report over all rates
         model_id=cluster.name,
         request_rate=arguments.rate or math.inf,
         facts=facts,
@@ -202,7 +202,9 @@ _ROWS = {
 
 def lines(result: Result) -> Iterator[str]:
     """A summary for people."""
-    yield f"{result['label']} on {result['cluster']} (seed {result['seed']})"
+    rate = result["request_rate"]
+    load = "its own rate" if isinstance(rate, str) else f"{rate:g} requests/s"
+    yield f"{result['label']} at {load} on {result['cluster']} (seed {result['seed']})"
     for title, name in _ROWS.items():
         value = result.get(name)
         if value is not None:
