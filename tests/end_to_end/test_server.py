@@ -280,7 +280,8 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
 
 # --- faults ----------------------------------------------------------------------------------
 
-GANGS = ["PrefillGang", "DecodeGang"]
+# Each death under Ray takes seconds: the default suite has one of each kind here, and all of them
+# without Ray, in tests/services/test_service_real_ranks.py and tests/actors/test_killed_ranks.py.
 
 
 def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) -> None:
@@ -292,8 +293,15 @@ def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) 
     server.assert_all_slots_free()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("gang", GANGS)
+@pytest.mark.parametrize(
+    ("gang", "rank"),
+    [
+        ("DecodeGang", 0),
+        pytest.param("DecodeGang", 1, marks=pytest.mark.slow),
+        pytest.param("PrefillGang", 0, marks=pytest.mark.slow),
+        pytest.param("PrefillGang", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_killed_while_idle_is_replaced(
     server: Deployed, client: openai.OpenAI, expected: Expected, gang: str, rank: int
 ) -> None:
@@ -301,7 +309,9 @@ def test_a_rank_killed_while_idle_is_replaced(
     check_recovers(server, client, expected)
 
 
-@pytest.mark.parametrize("gang", GANGS)
+@pytest.mark.parametrize(
+    "gang", ["PrefillGang", pytest.param("DecodeGang", marks=pytest.mark.slow)]
+)
 def test_a_rank_killed_during_prefill_goes_unnoticed(
     server: Deployed, client: openai.OpenAI, expected: Expected, gang: str
 ) -> None:
@@ -354,7 +364,9 @@ async def all_streams(server: Deployed, on_begun: Callable[[], None] | None = No
         return await texts
 
 
-@pytest.mark.parametrize("gang", GANGS)
+@pytest.mark.parametrize(
+    "gang", [pytest.param("PrefillGang", marks=pytest.mark.slow), "DecodeGang"]
+)
 def test_no_stream_sees_a_rank_die(server: Deployed, gang: str) -> None:
     """All go on with the tokens of an undisturbed run."""
     undisturbed = asyncio.run(all_streams(server))

@@ -1,17 +1,23 @@
-"""`csps profile` with rank processes of its own, and a plan of a few short runs."""
+"""`csps profile` with a plan of a few short runs. Ranks are threads where nothing is said of them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from gang_cell import in_threads
 
+from csps.actors.mesh import host_store
+from csps.actors.rank import Rank, RankConfig
 from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase, StepRow
 from csps.protocols.errors import FaultError
+from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.profiling import cell as profiling_cell
 from csps.services.profiling import command, links, plan, step_profile
 from csps.services.profiling.cell import Cell, open_cell
 from csps.services.profiling.identity import identity_of
@@ -42,6 +48,32 @@ def short_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "QUICK_BATCHES", ((25, 3),))
     monkeypatch.setattr(plan, "QUICK_DECODE_BATCHES", (1, 3))
     monkeypatch.setattr(plan, "QUICK_DECODE_CONTEXTS", (33,))
+
+
+class RankThreads:
+    """In the place of `RankProcesses`, whose interpreters take seconds to start."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+
+    async def start(self, configs: Sequence[RankConfig], secret: bytes) -> GangMembers:
+        hosted = host_store(configs[0].host)
+        for config in configs:
+            store = hosted.address if config.rank else hosted
+            self._ranks.append(Rank(config, secret=secret, store=store))
+        addresses = await in_threads([rank.start for rank in self._ranks])
+        ranks = (
+            RankAddress(rank=n, host=host, port=port) for n, (host, port) in enumerate(addresses)
+        )
+        return GangMembers(gang_id=configs[0].gang_id, ranks=tuple(ranks))
+
+    async def close(self) -> None:
+        await in_threads([rank.close for rank in self._ranks])
+
+
+@pytest.fixture
+def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling_cell, "RankProcesses", RankThreads)
 
 
 async def used_slots(cell: Cell) -> set[int]:
@@ -76,6 +108,7 @@ async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Set
 def test_the_command_measures_fits_and_does_not_measure_again(
     settings: Settings,
     short_plan: None,
+    rank_threads: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -122,7 +155,7 @@ def test_the_command_measures_fits_and_does_not_measure_again(
 
 
 async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(
-    settings: Settings, short_plan: None
+    settings: Settings, short_plan: None, rank_threads: None
 ) -> None:
     """Ctrl-C cancels the task that `asyncio.run` waits for."""
     said: list[str] = []
@@ -143,7 +176,9 @@ async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(
         assert again[0].startswith("9 runs")
 
 
-async def test_nothing_new_is_begun_after_the_limit(settings: Settings, short_plan: None) -> None:
+async def test_nothing_new_is_begun_after_the_limit(
+    settings: Settings, short_plan: None, rank_threads: None
+) -> None:
     said: list[str] = []
     effort = Effort(quick=True, rounds=1, iterations=8, limit_s=-1.0)
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:

@@ -1,26 +1,25 @@
-"""The request service over real ranks in processes of their own, against transformers."""
+"""The request service over real ranks, against transformers. A rank to be killed is a process."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gang_cell import ANSWER_S, SECRET, GangPlan
+from gang_threads import ThreadGang, eventually, thread_gang
+from held_orders import HeldOrders
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
+from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Sampling
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.cluster import Cluster
@@ -33,58 +32,27 @@ from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
 
-SECRET = "only for tests"
-START_S = 90.0
-ANSWER_S = 60.0
-
-
-@dataclass
-class Processes:
-    """The ranks of one gang."""
-
-    members: GangMembers
-    processes: list[subprocess.Popen[str]]
-
 
 @dataclass
 class Cell:
-    """A request service over two real gangs."""
+    """A request service over two real gangs, which may be replaced."""
 
     model: Path
     directory: StaticDirectory
-    cluster: Cluster
     service: RequestService
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    stack: AsyncExitStack
+    """Ends the gangs."""
+    gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
 
-    async def start_gang(self, role: GangRole, gang_id: str, ranks: int = 2) -> Processes:
-        fields = {
-            "model_dir": str(self.model),
-            "role": role,
-            "world_size": ranks,
-            "gang_id": gang_id,
-            "kv_slots": 4096,
-        }
-        processes = [self._spawn({**fields, "rank": 0, "location": "0-0-0"})]
-        store = (await _line(processes[0]))["store"]
-        for rank in range(1, ranks):
-            place = {"rank": rank, "location": f"0-0-{rank}"}
-            processes.append(self._spawn({**fields, **place, "store": store}))
-        found = [(await _line(process))["rpc"] for process in processes]
-        addresses = [
-            RankAddress(rank=rank, host=host, port=port) for rank, (host, port) in enumerate(found)
-        ]
-        return Processes(GangMembers(gang_id=gang_id, ranks=tuple(addresses)), processes)
+    async def start_gang(self, role: GangRole, in_processes: Sequence[int] = ()) -> None:
+        """Start a gang, in the place of the one before it if there was one."""
+        plan = GangPlan(model_dir=str(self.model), role=role, instances=2)
+        self.gangs[role] = await self.stack.enter_async_context(thread_gang(plan, in_processes))
 
-    def _spawn(self, fields: dict[str, Any]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "csps.actors.host_rank", json.dumps(fields)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CSPS_CLUSTER_SECRET": SECRET, "OMP_NUM_THREADS": "1"},
-        )
-        self.started.append(process)
-        return process
+    def publish(self) -> None:
+        """Tell the router of the gangs."""
+        members = {role: gang.members for role, gang in self.gangs.items()}
+        self.directory.publish(ClusterView(**members))
 
     def submit(
         self,
@@ -108,18 +76,10 @@ class Cell:
 
     async def settled(self) -> None:
         """All slots have come back."""
-        await until(lambda: not self.service.counts.prefill_kv)
-        await until(lambda: not self.service.counts.decode_kv)
+        await eventually(lambda: not self.service.counts.prefill_kv)
+        await eventually(lambda: not self.service.counts.decode_kv)
         self.service.check_integrity()
         self.service.check_health()
-
-
-async def _line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), START_S)
-    assert line, f"rank process {process.pid} ended with {process.poll()}"
-    fact: dict[str, Any] = json.loads(line)
-    return fact
 
 
 SHAPE = AttentionShape(hidden=64, heads=4, kv_heads=2, head_dim=16, layers=2)
@@ -129,6 +89,7 @@ async def by_rules(questions: StrategyQuestions) -> StrategyChoices:
     return StrategyRules(SHAPE).answer(questions)
 
 
+ROLES: tuple[GangRole, ...] = ("prefill", "decode")
 POLICIES: dict[str, dict[str, Any]] = {
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
@@ -137,36 +98,27 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def real_cell(
-    model: Path, policy: str = "csps"
-) -> AsyncIterator[tuple[Cell, Processes, Processes]]:
-    """Two prefill and two decode ranks, linked; the processes end with the test."""
+    model: Path, policy: str = "csps", *, mortal: GangRole | None = None
+) -> AsyncIterator[Cell]:
+    """Two prefill and two decode ranks, linked.
+
+    Args:
+        mortal: role of the gang whose rank 1 is a process.
+    """
     directory = StaticDirectory()
-    cluster = Cluster(
-        directory, secret=SECRET.encode(), router_id="test", generations=MemoryGenerations()
-    )
+    cluster = Cluster(directory, secret=SECRET, router_id="test", generations=MemoryGenerations())
     costs = CostBook(CostTable(latencies=Unmeasured()), by_rules)
     scheduler = Scheduler(make_policy(policy, POLICIES[policy]), costs.costs)
     service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE)
-    cell = Cell(model, directory, cluster, service)
-    try:
+    async with AsyncExitStack() as stack:
+        cell = Cell(model, directory, service, stack)
+        stack.push_async_callback(service.close, 0.0)
         await service.start()
-        prefill, decode = await asyncio.gather(
-            cell.start_gang("prefill", "p1"), cell.start_gang("decode", "d1")
-        )
-        directory.publish(ClusterView(prefill=prefill.members, decode=decode.members))
-        await until(lambda: service.ready)
-        yield cell, prefill, decode
-    finally:
-        await service.close(0.0)
-        for process in cell.started:
-            process.kill()
-            process.communicate()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(ANSWER_S):
-        while not condition():  # noqa: ASYNC110 - ranks in other processes have a say in it
-            await asyncio.sleep(0.005)
+        for role in ROLES:
+            await cell.start_gang(role, [1] if role == mortal else ())
+        cell.publish()
+        await eventually(lambda: service.ready)
+        yield cell
 
 
 async def answer(running: Running) -> list[int]:
@@ -178,7 +130,7 @@ async def answer(running: Running) -> list[int]:
 async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(
     tiny_llama: Path, policy: str
 ) -> None:
-    async with real_cell(tiny_llama, policy) as (cell, _, _):
+    async with real_cell(tiny_llama, policy) as cell:
         lengths = (600, 5, 33, 300, 17, 511)
         requests = [cell.submit(length, seed=seed) for seed, length in enumerate(lengths)]
         cancelled = cell.submit(400, max_tokens=500, seed=9)
@@ -201,7 +153,7 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
         CsaSettings(levels=1, micro_partitions=((1,),), strategy="ntp"),
         None,
     ]
-    async with real_cell(tiny_llama) as (cell, _, _):
+    async with real_cell(tiny_llama) as cell:
         requests = [
             cell.submit(length, seed=length, csa=csa) for csa in options for length in (5, 20, 511)
         ]
@@ -217,43 +169,45 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
 
 
 async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_llama: Path) -> None:
-    async with real_cell(tiny_llama) as (cell, prefill, decode):
+    async with real_cell(tiny_llama, mortal="prefill") as cell:
         decoding = cell.submit(200, max_tokens=2000, seed=1)
         await anext(decoding)
         await anext(decoding)
-        prefill.processes[1].kill()
+        cell.gangs["prefill"].process(1).kill()
         waiting = cell.submit(500, seed=2)
-        await until(lambda: not cell.service.ready)
+        await eventually(lambda: not cell.service.ready)
         before = decoding.timings.tokens
-        await until(lambda: decoding.timings.tokens > before + 10)
+        await eventually(lambda: decoding.timings.tokens > before + 10)
         decoding.cancel()
-        replacement = await cell.start_gang("prefill", "p2")
-        cell.directory.publish(ClusterView(prefill=replacement.members, decode=decode.members))
+        await cell.start_gang("prefill")
+        cell.publish()
         prompt = waiting.generation.prompt.tolist()
         assert await answer(waiting) == reference_tokens(tiny_llama, prompt, 6)
         await cell.settled()
 
 
-@pytest.mark.parametrize("killed", ["prefill", "decode"])
+@pytest.mark.parametrize("killed", ROLES)
 async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
-    tiny_llama: Path, killed: GangRole
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, killed: GangRole
 ) -> None:
-    """Greedy and seeded ones, in every state from waiting to decoding."""
-    async with real_cell(tiny_llama) as (cell, prefill, decode):
-        wanted = [
+    """Greedy and seeded ones; some are being decoded then, one is being prefilled, some wait."""
+    async with real_cell(tiny_llama, mortal=killed) as cell:
+        wanted: list[dict[str, Any]] = [
             {"length": 100 + 60 * n, "max_tokens": 60, "seed": n, "temperature": n % 2}
             for n in range(8)
         ]
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
-        requests = [cell.submit(**it) for it in wanted]
+        requests = [cell.submit(**it) for it in wanted[:4]]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]
-        await until(lambda: sum(running.timings.tokens > 3 for running in requests) >= 2)
-        gangs = {"prefill": prefill, "decode": decode}
-        gangs[killed].processes[1].kill()
-        gangs[killed] = await cell.start_gang(killed, "again")
-        cell.directory.publish(
-            ClusterView(prefill=gangs["prefill"].members, decode=gangs["decode"].members)
-        )
+        await eventually(lambda: sum(running.timings.tokens > 3 for running in requests) >= 2)
+        orders = HeldOrders(monkeypatch)
+        requests += [cell.submit(**it) for it in wanted[4:]]
+        answers += [asyncio.ensure_future(answer(running)) for running in requests[4:]]
+        await orders.decided()
+        cell.gangs[killed].process(1).kill()
+        orders.go_on.set()
+        await cell.start_gang(killed)
+        cell.publish()
         assert await asyncio.gather(*answers) == undisturbed
         assert max(running.timings.attempts for running in requests) == 2
         await cell.settled()
