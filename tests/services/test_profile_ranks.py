@@ -1,4 +1,4 @@
-"""`csps profile` with a plan of a few short runs. Ranks are threads where nothing is said of them."""
+"""`csps profile` with a plan of a few short runs. Ranks are threads, but where one is killed."""
 
 from __future__ import annotations
 
