@@ -26,7 +26,7 @@ from csps.services.running import Placement
 from csps.services.scheduling import commands
 from csps.services.scheduling.cost import Bucket, shape_of
 from csps.services.scheduling.events import AnyEvent, StepDone
-from csps.services.scheduling.ids import gang_of, index_of
+from csps.services.scheduling.ids import SequenceId, gang_of, index_of
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class Executor:
     def _reserve(self, command: commands.Reserve) -> None:
         running = self._requests.get(command.request)
         decode = self._gangs.get(gang_of(command.master))
-        if running is None or decode is None:
-            return  # withdrawn, or lost, in this very turn: the scheduler is about to hear of it
+        assert running is not None, "a place for a request whose end the scheduler was told of"
+        assert decode is not None, "a place on a gang whose end the scheduler was told of"
         known = running.generation.prompt.size + running.drawn_tokens.size
         assert command.prompt_tokens == known, "the scheduler counts other tokens"
         sequence = live_sequence(command, running, decode)
@@ -130,23 +130,22 @@ class Executor:
         if errors and not sequence.over:
             self._reports.fail(sequence, next(iter(errors.values())))
         if sequence.withdrawn:
-            self._free_at_decode(sequence)
+            _tell_to_cancel(decode, sequence.id)
 
     # --- steps ---------------------------------------------------------------------------------
 
     def _run_step(self, command: commands.RunStep) -> None:
-        self._in_background(self._launch_when_reserved(command))
+        sequences = [self._sequences.by_id[piece.sequence] for piece in command.pieces]
+        self._in_background(self._launch_when_reserved(command, sequences))
 
-    async def _launch_when_reserved(self, command: commands.RunStep) -> None:
+    async def _launch_when_reserved(
+        self, command: commands.RunStep, sequences: list[LiveSequence]
+    ) -> None:
         """KV of a request that no decode rank has heard of yet would be thrown away."""
-        by_id = self._sequences.by_id
-        members = [by_id.get(piece.sequence) for piece in command.pieces]
-        await asyncio.gather(*(it.reserving for it in members if it is not None and it.reserving))
+        await asyncio.gather(*(it.reserving for it in sequences if it.reserving is not None))
         gang = self._gangs.get(gang_of(command.group[0]))
         if gang is None:
             return
-        sequences = [it for it in members if it is not None]
-        assert len(sequences) == len(members), "a piece of a sequence that was never reserved"
         rest, idle = trimmed(command, {it.id for it in sequences if it.over})
         for instance in idle:
             self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
@@ -183,27 +182,24 @@ class Executor:
     # --- ending --------------------------------------------------------------------------------
 
     def _cancel(self, command: commands.Cancel) -> None:
-        if (sequence := self._sequences.by_id.get(command.sequence)) is None:
-            return
-        sequence.over = True
+        sequence = self._sequences.by_id.get(command.sequence)
         for number in command.gangs:
             if (gang := self._gangs.get(number)) is None:
                 continue
-            if gang is not sequence.decode:
-                gang.notify_all("cancel", pack(CancelRequest(rid=sequence.id)))
-            elif sequence.reserving is not None and not sequence.reserving.done():
+            if sequence is not None and gang is sequence.decode and sequence.reserved_not_yet:
                 sequence.withdrawn = True
             else:
-                self._free_at_decode(sequence)
-        self._sequences.settle(sequence)
+                _tell_to_cancel(gang, command.sequence)
+        self._over(command.sequence)
 
-    def _free_at_decode(self, sequence: LiveSequence) -> None:
-        sequence.decode.notify_all("cancel", pack(CancelRequest(rid=sequence.id)))
-
-    def _restart(self, command: commands.Restart) -> None:
-        if (sequence := self._sequences.by_id.get(command.sequence)) is not None:
+    def _over(self, number: SequenceId) -> None:
+        """Unless it is forgotten already: its decode gang is gone, or holds nothing of it."""
+        if (sequence := self._sequences.by_id.get(number)) is not None:
             sequence.over = True
             self._sequences.settle(sequence)
+
+    def _restart(self, command: commands.Restart) -> None:
+        self._over(command.sequence)
         if (running := self._requests.get(command.request)) is not None:
             error = error_of(command.error)
             _log.info("request %s starts over: %s", running.generation.request_id, error)
@@ -220,6 +216,10 @@ class Executor:
     def _reset_gang(self, command: commands.ResetGang) -> None:
         if (gang := self._gangs.get(command.gang)) is not None:
             gang.hang_up(command.reason)
+
+
+def _tell_to_cancel(gang: GangClient, sequence: SequenceId) -> None:
+    gang.notify_all("cancel", pack(CancelRequest(rid=sequence)))
 
 
 def _shown(command: commands.RunStep, sequence: LiveSequence) -> Placement:

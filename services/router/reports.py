@@ -121,6 +121,7 @@ class Reports:
                 retryable=isinstance(error, FaultError),
             )
         )
+        self._sequences.settle(sequence)
 
     # --- facts ---------------------------------------------------------------------------------
 

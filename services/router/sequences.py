@@ -70,6 +70,11 @@ class LiveSequence:
         """The name that ranks know it by."""
         return self.command.sequence
 
+    @property
+    def reserved_not_yet(self) -> bool:
+        """Some decode rank has not answered."""
+        return self.reserving is not None and not self.reserving.done()
+
 
 def live_sequence(command: Reserve, running: Running, decode: GangClient) -> LiveSequence:
     """A sequence that nobody was asked for anything yet."""
@@ -106,6 +111,9 @@ class Sequences:
         if sequence.over and not sequence.unfreed:
             self.by_id.pop(sequence.id, None)
 
-    def on(self, gang: GangClient) -> list[LiveSequence]:
-        """Those that a decode gang holds, in order of their ids."""
-        return [it for _, it in sorted(self.by_id.items()) if it.decode is gang]
+    def drop(self, gang: GangClient) -> None:
+        """A decode gang is gone: nothing of its sequences is left anywhere, and none goes on."""
+        for sequence in [it for it in self.by_id.values() if it.decode is gang]:
+            sequence.over = True
+            sequence.unfreed.clear()
+            self.settle(sequence)

@@ -104,6 +104,7 @@ class RequestService:
         self._scheduler.check_integrity()
         for sequence in self._sequences.by_id.values():
             assert sequence.unfreed or not sequence.over, "over and freed, but remembered"
+            assert self._gangs.number_of(sequence.decode), "of a gang that is gone"
 
     # --- what metrics and health look at -------------------------------------------------------
 
@@ -197,9 +198,7 @@ class RequestService:
         serving = [it for _, it in sorted(self._sequences.by_id.items()) if not it.over]
         self._turns.tell(Progress(drawn=tuple((it.id, it.next_index) for it in serving)))
         self._turns.tell(GangDown(gang=number, reason=reason))
-        for sequence in self._sequences.on(gang):
-            sequence.unfreed.clear()
-            self._sequences.settle(sequence)  # the others are about to be cancelled
+        self._sequences.drop(gang)
 
     def link_up(self, link: KvLink) -> None:
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)
@@ -210,9 +209,12 @@ class RequestService:
         self._observer.cluster_ready(link.epoch)
 
     def link_down(self, link: KvLink, reason: str) -> None:
+        if link.prefill.lost.done() or link.decode.lost.done():
+            return  # the gang's end says it all, and more: who was alone in it
         prefill, decode = self._gangs.number_of(link.prefill), self._gangs.number_of(link.decode)
-        if prefill is not None and decode is not None:  # else the gang's end says it all
-            self._turns.tell(LinkDown(prefill=prefill, decode=decode, reason=reason))
+        assert prefill is not None, "unlinked after the prefill gang was gone"
+        assert decode is not None, "unlinked after the decode gang was gone"
+        self._turns.tell(LinkDown(prefill=prefill, decode=decode, reason=reason))
 
     def notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         number = self._gangs.number_of(gang)

@@ -126,6 +126,7 @@ class Scheduler:
         self._timers.run_due(turn.now_ns)
         self._watch()
         self._sequences.join()
+        self._ask_again()
         self._decide()
         self._watch_next()
         return Outcome(turn.commands, self._wake_at_ns())
@@ -289,8 +290,7 @@ class Scheduler:
         self._turn.stale = True
 
     def _wake(self, event: ev.Wake) -> None:
-        if self._turn.wake_ns is not None and self._turn.wake_ns <= self._turn.now_ns:
-            self._turn.stale = True
+        """Every turn looks at the time."""
 
     def _drain(self, event: ev.Drain) -> None:
         self._requests.admission.draining = True
@@ -328,6 +328,12 @@ class Scheduler:
         return min((it for it in times if it is not None), default=None)
 
     # --- deciding ---
+
+    def _ask_again(self) -> None:
+        """The policy's time may have come: once, even if there is nothing to decide on now."""
+        turn = self._turn
+        if turn.wake_ns is not None and turn.wake_ns <= turn.now_ns:
+            turn.stale, turn.wake_ns = True, None
 
     def _decide(self) -> None:
         if not self._turn.stale or not self._gangs.pairs or not len(self._requests.queue):

@@ -178,4 +178,4 @@ def decode_slots(
 
 
 def _needs(sequence: Sequence, gang: Gang) -> bool:
-    return sequence.decode is gang or (sequence.prefill is gang and sequence.joined_ns is None)
+    return sequence.decode is gang or (sequence.prefill is gang and not sequence.landed)

@@ -18,8 +18,9 @@ from csps.protocols.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.messages import LinkBroken, PrefillProgress, TokenDrawn
+from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed, TokenDrawn
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.schema import pack
 from csps.services.running import Running
 from csps.services.scheduling.limits import QueueLimits
 
@@ -375,7 +376,7 @@ async def test_a_request_is_tried_so_often_and_no_more() -> None:
 
 
 async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
-    async with fake_cell() as cell:
+    async with fake_cell(limits=QueueLimits(max_attempts=10)) as cell:
         suspect, other = cell.submit(), cell.submit(tokens=3000)
         await cell.prefilling(suspect)
         await cell.prefilling(other)
@@ -388,9 +389,54 @@ async def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
             await cell.prefilling(suspect)
             await cell.prefill.kill(0)
             await until(lambda: suspect.state != "prefill")
-        with pytest.raises(GangLost):
+        with pytest.raises(GangLost, match="the prefill gang was lost"):
             await read(suspect)
         await until(lambda: cell.service.counts.waiting == 0)
+
+
+async def test_nothing_is_remembered_of_a_request_that_its_decode_gang_took_along() -> None:
+    async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
+        running = cell.submit()
+        await cell.decoding(running)
+        await cell.decode.kill(0)
+        with pytest.raises(GangLost):
+            await read(running)
+        cell.service.check_integrity()
+
+
+async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        await cell.decoding(running)
+        running.cancel()
+        cell.cluster.reset("decode", "as the test says")
+        await turns()
+        cell.service.check_integrity()
+
+
+async def test_prefill_stops_for_a_sequence_that_fails_as_its_decode_gang_dies() -> None:
+    async with fake_cell() as cell:
+        rid = (await cell.prefilling(cell.submit())).pieces[0].rid
+        prefill = cell.cluster.gang("prefill")
+        assert prefill is not None
+        failed = RequestFailed(rid=rid, rank=0, code="TransferError", message="no")
+        cell.service.notified(prefill, 0, "failed", pack(failed))
+        cell.cluster.reset("decode", "as the test says")
+        await until(lambda: all(rid in rank.cancelled for rank in cell.prefill.ranks))
+
+
+async def test_nothing_is_remembered_of_slots_refused_as_the_prefill_gang_dies() -> None:
+    async with fake_cell(limits=QueueLimits(max_attempts=1)) as cell:
+        cell.decode.may_reserve.clear()
+        cell.decode.refuses = TransferError("no")
+        running = cell.submit()
+        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
+        await cell.prefill.kill(0)
+        cell.decode.may_reserve.set()
+        with pytest.raises((GangLost, TransferError)):
+            await read(running)
+        await turns()
+        cell.service.check_integrity()
 
 
 async def test_a_mistake_of_the_client_is_not_tried_again() -> None:

@@ -469,3 +469,11 @@ def test_plans_use_ids_that_ranks_of_a_former_attempt_do_not_know() -> None:
 def _pair(commands: list[cmd.AnyCommand]) -> tuple[cmd.Reserve, cmd.RunStep]:
     plan = sent(commands)
     return plan.reserve, plan.step
+
+
+def test_what_has_landed_goes_on_even_if_prefill_dies_in_the_same_turn() -> None:
+    desk = Desk().ready()
+    plan = desk.start(prompt=500)
+    commands = desk.turn(plan.first_token, *plan.landed(), ev.GangDown(gang=1, reason="gone"))
+    assert commands == [cmd.SetGroup(gang=2, joined=(plan.sequence,))]
+    assert desk.turn(plan.finished(), *plan.freed()) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_desk import LINK, MS, Desk, Sent, only, sent
+from scheduler_desk import LINK, MS, SMALL, Desk, Sent, only, sent
 
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
@@ -239,3 +239,21 @@ def test_the_policy_is_asked_once_a_turn_and_only_when_something_has_changed() -
     assert policy.asked == 1
     desk.turn(desk.submit(), desk.submit(), ev.Cancelled(request=1))
     assert policy.asked == 2
+
+
+def test_a_round_that_is_due_and_finds_nobody_does_not_wake_for_ever() -> None:
+    """The rest of a line that was longer than one round has gone, or its gangs have."""
+    from csps.services.scheduling.policies.choice import make_policy
+
+    desk = Desk(make_policy("csps", {**SMALL, "most_starts": 1})).ready()
+    first = sent(desk.turn(desk.submit(50), desk.submit(50)))
+    assert desk.wake_at_ns == desk.now_ns
+    desk.turn(ev.Cancelled(request=2))
+    assert desk.wake_at_ns != desk.now_ns
+    desk.turn(first.finished(), *first.steps_done(), *first.freed())
+    assert desk.wake_at_ns is None
+    sent(desk.turn(desk.submit(50), desk.submit(50), desk.submit(50)))
+    assert desk.wake_at_ns == desk.now_ns
+    desk.turn(ev.GangDown(gang=1, reason="as the test says"))
+    assert desk.wake_at_ns is not None
+    assert desk.wake_at_ns > desk.now_ns
