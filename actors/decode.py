@@ -22,7 +22,7 @@ from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.landing import Reservation
-from csps.actors.mesh import PEER_DEADLINE, Tag
+from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
 from csps.actors.name_digest import name_digest
 from csps.actors.orders import Change, Order, OrderChannel
 from csps.actors.sampler_request import drawn_before, sampler_of
@@ -401,10 +401,12 @@ class DecodeLoop:
         if engine.layout.tp == 1:
             return
         if engine.tp_rank:
-            engine.mesh.recv(words, first, Tag.DECODE_TOKEN).wait(PEER_DEADLINE)
+            engine.mesh.hear(words, first, ControlTag.DECODE_TOKEN).wait(PEER_DEADLINE)
             return
         for tp_rank in range(1, engine.layout.tp):
-            engine.mesh.send(words, self._peer_at(tp_rank), Tag.DECODE_TOKEN).wait(PEER_DEADLINE)
+            engine.mesh.tell(words, self._peer_at(tp_rank), ControlTag.DECODE_TOKEN).wait(
+                PEER_DEADLINE
+            )
 
     def _peer_at(self, tp_rank: int) -> int:
         return self._engine.layout.rank_of(self._engine.instance, tp_rank)
@@ -417,13 +419,13 @@ class DecodeLoop:
             if engine.tp_rank == 0 and counts[engine.instance]:
                 words = torch.zeros(1 + counts[engine.instance], dtype=torch.int64)
                 words[: 1 + len(finished)] = torch.tensor([len(finished), *finished])
-                engine.mesh.send(words, 0, Tag.DECODE_REPORT).wait(PEER_DEADLINE)
+                engine.mesh.tell(words, 0, ControlTag.DECODE_REPORT).wait(PEER_DEADLINE)
             return []
         for instance in range(1, engine.layout.instances):
             if counts[instance]:
                 words = torch.empty(1 + counts[instance], dtype=torch.int64)
-                engine.mesh.recv(words, engine.layout.rank_of(instance, 0), Tag.DECODE_REPORT).wait(
-                    PEER_DEADLINE
-                )
+                engine.mesh.hear(
+                    words, engine.layout.rank_of(instance, 0), ControlTag.DECODE_REPORT
+                ).wait(PEER_DEADLINE)
                 finished = finished + words[1 : 1 + int(words[0])].tolist()
         return finished

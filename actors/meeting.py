@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
-from csps.actors.mesh import PEER_DEADLINE, Mesh, Pending, Tag
+from csps.actors.mesh import PEER_DEADLINE, ControlTag, Mesh, Pending
 
 
 class Meeting:
@@ -29,8 +29,8 @@ class Meeting:
             on_complete: told when `complete` becomes true, in another thread.
         """
         # What is in the words does not matter.
-        sends = [mesh.send(torch.zeros(1), rank, Tag.MEETING) for rank in others]
-        recvs = [mesh.recv(torch.empty(1), rank, Tag.MEETING) for rank in others]
+        sends = [mesh.tell(torch.zeros(1), rank, ControlTag.MEETING) for rank in others]
+        recvs = [mesh.hear(torch.empty(1), rank, ControlTag.MEETING) for rank in others]
         self._met: Future[None] = Future()
         self._met.add_done_callback(lambda _: on_complete())
         # gloo tells nobody that a message has come but who waits for it. A daemon: a peer that

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,10 +34,20 @@ _CLOSE_PROBE = timedelta(milliseconds=1)
 """For a message that never comes, whose timeout closes a gloo group."""
 
 
-class Tag(IntEnum):
-    """Message streams between two ranks; each is first in, first out."""
+class ControlTag(IntEnum):
+    """Streams of control messages: what the hosts of two ranks tell each other."""
 
     PREFILL_ORDERS = 1
+    DECODE_REPORT = 9
+    DECODE_TOKEN = 10
+    DECODE_ORDERS = 15
+    MEETING = 24
+
+
+class Tag(IntEnum):
+    """Streams of data between two ranks; each is first in, first out. NCCL knows no tags: there
+    and in tests all of a pair's are one."""
+
     FIRST_EXCHANGE = 2
     SECOND_EXCHANGE = 3
     LAST_ROW_QUERY = 4
@@ -45,13 +55,10 @@ class Tag(IntEnum):
     KV_MOVE = 6
     DECODE_QUERY = 7
     DECODE_PARTIAL = 8
-    DECODE_REPORT = 9
-    DECODE_TOKEN = 10
     KV_HEADER = 11
     KV_KEYS = 12
     KV_VALUES = 13
     HISTORY = 14
-    DECODE_ORDERS = 15
     CLOSE_PROBE = 16
     ROWS = 17
     RELAYED_ROWS = 18
@@ -60,7 +67,6 @@ class Tag(IntEnum):
     WEIGHTS = 21
     KV_KEPT = 22
     SUMS_TO_RELAY = 23
-    MEETING = 24
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def _with_peer() -> Iterator[None]:
         raise PeerLost(str(exc)) from exc
 
 
-class _Group(Protocol):
+class Group(Protocol):
     """What is used of torch's gloo and NCCL groups; its stubs leave these methods out."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
@@ -135,6 +141,8 @@ class _Group(Protocol):
 
     def _end_coalescing(self) -> Work: ...
 
+    def eager_connect_single_device(self, device: torch.device, /) -> None: ...
+
 
 class Pending:
     """Operations under way; keeps their tensors alive until `wait`.
@@ -143,9 +151,13 @@ class Pending:
     receiver.
     """
 
-    def __init__(self, works: Sequence[Work], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[Work], tensors: Sequence[Tensor], world: threading.Event | None = None
+    ) -> None:
         self._works = list(works)
         self._tensors = list(tensors)
+        self._closed = {world} if world is not None else set()
+        """Set when the world of one of the operations is closed."""
 
     @classmethod
     def all(cls, operations: Iterable[Pending]) -> Pending:
@@ -154,6 +166,7 @@ class Pending:
         for operation in operations:
             whole._works += operation._works
             whole._tensors += operation._tensors
+            whole._closed |= operation._closed
         return whole
 
     def wait(self, deadline: timedelta = PEER_DEADLINE) -> None:
@@ -161,6 +174,9 @@ class Pending:
         with _with_peer():
             for work in self._works:
                 work.wait(deadline)
+            if any(world.is_set() for world in self._closed):
+                # What was under way in an aborted NCCL group ends like a success, with garbage.
+                raise RuntimeError("the group was closed")
         self._works.clear()
         self._tensors.clear()
 
@@ -180,41 +196,75 @@ class Exchange:
     """Done once the tensors sent may change. Empty on CUDA, where `received` stands for both."""
 
 
+GroupMaker = Callable[[Store, int, int, str], Group]
+"""(store, rank, size, host) -> a group that all ranks of the store have joined."""
+
+
 class Mesh:
     """One world of ranks as seen by one of them.
 
     Data goes through NCCL for CUDA tensors and gloo otherwise; `send` and `recv` of one tag
     between two ranks match in order. Tensors must be contiguous; empty ones are not sent, which
-    both sides decide alike because both know the shapes.
+    both sides decide alike because both know the shapes. What the hosts tell each other goes
+    through a gloo group of its own on every device: in NCCL's one order, or behind a long message
+    of data, it would wait for what it is to decide.
+
+    Args:
+        data_group: stands in for NCCL on another device; exchanges are then grouped as there.
     """
 
     def __init__(
-        self, store: Store, *, name: str, rank: int, world_size: int, device: str, host: str
+        self,
+        store: Store,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        device: str,
+        host: str,
+        data_group: GroupMaker | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.bytes_sent = [0] * world_size
         """By peer, since the mesh exists: read the difference."""
         self._counting = threading.Lock()
+        self._closed = threading.Event()
         self._cuda = torch.device(device).type == "cuda"
+        self._in_groups = self._cuda or data_group is not None
         scoped = PrefixStore(name, store)
         self._control = _gloo(PrefixStore("control", scoped), rank, world_size, host)
-        self._data = (
-            _nccl(PrefixStore("data", scoped), rank, world_size) if self._cuda else self._control
-        )
+        make = data_group or (_nccl if self._cuda else _gloo)
+        self._data = make(PrefixStore("data", scoped), rank, world_size, host)
+        if self._in_groups and world_size > 1:
+            # NCCL makes a communicator in its first call, in which all ranks must take part: the
+            # first exchange of a part of the gang would wait for the others forever.
+            self._data.eager_connect_single_device(torch.device(device))
+
+    @_with_peer()
+    def tell(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
+        """Start sending a control message, on the host; it must not change before `wait`."""
+        self._count(peer, words)
+        return Pending([self._control.send([words], peer, tag)], [words], self._closed)
+
+    @_with_peer()
+    def hear(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
+        """Start receiving a control message into a contiguous tensor on the host."""
+        return Pending([self._control.recv([words], peer, tag)], [words], self._closed)
 
     @_with_peer()
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
-        group = self._data if tensor.is_cuda else self._control
         self._count(peer, tensor)
-        return Pending([group.send([tensor], peer, tag)], [tensor])
+        return Pending([self._group_of(tensor).send([tensor], peer, tag)], [tensor], self._closed)
 
     @_with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
-        group = self._data if tensor.is_cuda else self._control
-        return Pending([group.recv([tensor], peer, tag)], [tensor])
+        return Pending([self._group_of(tensor).recv([tensor], peer, tag)], [tensor], self._closed)
+
+    def _group_of(self, tensor: Tensor) -> Group:
+        return self._data if tensor.is_cuda == self._cuda else self._control
 
     @property
     def on_cuda(self) -> bool:
@@ -243,7 +293,7 @@ class Mesh:
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         for peer, tensor in sends:
             self._count(peer, tensor)
-        return self._grouped(sends, recvs) if self._cuda else self._single(sends, recvs, tag)
+        return self._grouped(sends, recvs) if self._in_groups else self._single(sends, recvs, tag)
 
     def _count(self, peer: int, tensor: Tensor) -> None:
         # Threads that pass data on send as well.
@@ -256,8 +306,8 @@ class Mesh:
         received = [self._data.recv([tensor], peer, tag) for peer, tensor in recvs]
         sent = [self._data.send([tensor], peer, tag) for peer, tensor in sends]
         return Exchange(
-            received=Pending(received, [tensor for _, tensor in recvs]),
-            sent=Pending(sent, [tensor for _, tensor in sends]),
+            received=Pending(received, [tensor for _, tensor in recvs], self._closed),
+            sent=Pending(sent, [tensor for _, tensor in sends], self._closed),
         )
 
     def _grouped(
@@ -273,13 +323,16 @@ class Mesh:
             self._data.send([tensor], peer, 0)
         works = [self._data._end_coalescing()]
         tensors = [tensor for _, tensor in (*recvs, *sends)]
-        return Exchange(received=Pending(works, tensors), sent=Pending([], []))
+        return Exchange(received=Pending(works, tensors, self._closed), sent=Pending([], []))
 
     def close(self) -> None:
         """Leave the world: pending operations fail, here and at peers that wait for this rank."""
+        self._closed.set()
         _close_gloo(self._control, self.rank, self.world_size)
-        if self._cuda:
+        if self._in_groups:
             self._data.abort()
+        else:
+            _close_gloo(self._data, self.rank, self.world_size)
 
 
 class InstanceGroup:
@@ -290,12 +343,11 @@ class InstanceGroup:
     ) -> None:
         self.rank, self.size = rank, size
         self._cuda = torch.device(device).type == "cuda"
-        self._group: _Group | None = None
+        self._group: Group | None = None
         if size > 1:
             scoped = PrefixStore(name, store)
-            self._group = (
-                _nccl(scoped, rank, size) if self._cuda else _gloo(scoped, rank, size, host)
-            )
+            make = _nccl if self._cuda else _gloo
+            self._group = make(scoped, rank, size, host)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the instance, in place."""
@@ -314,7 +366,7 @@ class InstanceGroup:
             _close_gloo(self._group, self.rank, self.size)
 
 
-def _gloo(store: Store, rank: int, size: int, host: str) -> _Group:
+def _gloo(store: Store, rank: int, size: int, host: str) -> Group:
     group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
     options = group_of._Options()
     options._devices = [group_of.create_device(hostname=host)]
@@ -322,16 +374,16 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> _Group:
     group = group_of(store, rank, size, options)
     # Its collectives take their deadline from the group, not from `wait`.
     group._set_default_timeout(PEER_DEADLINE)
-    return cast(_Group, group)
+    return cast(Group, group)
 
 
-def _nccl(store: Store, rank: int, size: int) -> _Group:
+def _nccl(store: Store, rank: int, size: int, host: str) -> Group:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = PEER_DEADLINE
-    return cast(_Group, dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-def _close_gloo(group: _Group, rank: int, size: int) -> None:
+def _close_gloo(group: Group, rank: int, size: int) -> None:
     """Close all connections of a gloo group, which wakes everyone who waits on them.
 
     `shutdown` and `abort` of a gloo group leave its waiters where they are, and dropping it closes

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from csps.actors.mesh import IDLE, PEER_DEADLINE, Mesh, Pending, Tag
+from csps.actors.mesh import IDLE, PEER_DEADLINE, ControlTag, Mesh, Pending
 
 _INLINE = 20
 _WORDS = 3
@@ -49,7 +49,7 @@ class OrderChannel:
         if len(orders) > _INLINE:
             messages.append(words[1 + _INLINE * _WORDS :].clone())
         self._pending = [
-            self._mesh.send(message, rank, Tag.DECODE_ORDERS)
+            self._mesh.tell(message, rank, ControlTag.DECODE_ORDERS)
             for rank in range(1, self._mesh.world_size)
             for message in messages
         ]
@@ -63,12 +63,12 @@ class OrderChannel:
     def receive(self) -> list[Order]:
         """The others: wait for the next iteration's orders."""
         head = torch.empty(1 + _INLINE * _WORDS, dtype=torch.int64)
-        self._mesh.recv(head, 0, Tag.DECODE_ORDERS).wait(IDLE)
+        self._mesh.hear(head, 0, ControlTag.DECODE_ORDERS).wait(IDLE)
         count = int(head[0])
         words = head[1:]
         if count > _INLINE:
             rest = torch.empty((count - _INLINE) * _WORDS, dtype=torch.int64)
-            self._mesh.recv(rest, 0, Tag.DECODE_ORDERS).wait(PEER_DEADLINE)
+            self._mesh.hear(rest, 0, ControlTag.DECODE_ORDERS).wait(PEER_DEADLINE)
             words = torch.cat((words, rest))
         rows = words.view(-1, _WORDS)[:count].tolist()
         return [Order(Change(change), rid, token) for change, rid, token in rows]

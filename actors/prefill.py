@@ -34,7 +34,7 @@ from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
 from csps.actors.layout import LocalPiece
 from csps.actors.meeting import Meeting
-from csps.actors.mesh import PEER_DEADLINE, Tag
+from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
 from csps.actors.outbox import Outbox
 from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
 from csps.actors.progress_report import ProgressReport
@@ -407,12 +407,12 @@ class PrefillLoop:
         leader = ranks[0]
         if self._engine.rank != leader:
             words = PrefillOrders.room(run.job)
-            self._engine.mesh.recv(words, leader, Tag.PREFILL_ORDERS).wait(PEER_DEADLINE)
+            self._engine.mesh.hear(words, leader, ControlTag.PREFILL_ORDERS).wait(PEER_DEADLINE)
             return PrefillOrders.unpack(words, run.job)
         orders = self._decide(run)
         words = orders.pack(run.job)
         for rank in ranks[1:]:
-            self._outbox.post(run, self._engine.mesh.send(words, rank, Tag.PREFILL_ORDERS))
+            self._outbox.post(run, self._engine.mesh.tell(words, rank, ControlTag.PREFILL_ORDERS))
         return orders
 
     def _decide(self, run: _Run) -> PrefillOrders:

@@ -130,17 +130,22 @@ class Rank:
         torch.set_num_threads(config.threads)
         hosted = self._hosted
         store = hosted.store if isinstance(hosted, HostedStore) else join_store(hosted)
-        place: dict[str, str] = {"device": config.device, "host": config.host}
         instance = InstanceGroup(
             store,
             name=f"{config.gang_id}/instance{self._layout.instance_of(config.rank)}",
             rank=self._layout.tp_rank_of(config.rank),
             size=config.tp,
-            **place,
+            device=config.device,
+            host=config.host,
         )
         self._groups.append(instance)
         mesh = Mesh(
-            store, name=config.gang_id, rank=config.rank, world_size=config.world_size, **place
+            store,
+            name=config.gang_id,
+            rank=config.rank,
+            world_size=config.world_size,
+            device=config.device,
+            host=config.host,
         )
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)

@@ -9,21 +9,29 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.mesh import Mesh
+from csps.actors.mesh import GroupMaker, Mesh
 
 T = TypeVar("T")
 FINISH_S = 60.0
 _names = itertools.count()
 
 
-def on_ranks(world_size: int, body: Callable[[Mesh], T]) -> list[T]:
+def on_ranks(
+    world_size: int, body: Callable[[Mesh], T], data_group: GroupMaker | None = None
+) -> list[T]:
     """What `body` returns on each rank of a mesh, in rank order; a failure ends all ranks."""
     store, name = HashStore(), f"mesh{next(_names)}"
     meshes: list[Mesh] = []
 
     def run(rank: int) -> T:
         mesh = Mesh(
-            store, name=name, rank=rank, world_size=world_size, device="cpu", host="127.0.0.1"
+            store,
+            name=name,
+            rank=rank,
+            world_size=world_size,
+            device="cpu",
+            host="127.0.0.1",
+            data_group=data_group,
         )
         meshes.append(mesh)
         return body(mesh)

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh
+from csps.actors.mesh import GroupMaker, Mesh
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import PrefillJob
 
@@ -45,13 +45,19 @@ def _inference(task: Callable[[int], T], rank: int) -> T:
 
 
 @contextmanager
-def rank_world(ranks: int) -> Iterator[RankWorld]:
+def rank_world(ranks: int, data_group: GroupMaker | None = None) -> Iterator[RankWorld]:
     """A world of ranks; at its end they leave."""
     store = HashStore()
 
     def join(rank: int) -> Mesh:
         return Mesh(
-            store, name="world", rank=rank, world_size=ranks, device="cpu", host="127.0.0.1"
+            store,
+            name="world",
+            rank=rank,
+            world_size=ranks,
+            device="cpu",
+            host="127.0.0.1",
+            data_group=data_group,
         )
 
     with ThreadPoolExecutor(ranks) as threads:

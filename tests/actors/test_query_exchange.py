@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
+from strict_group import HELD, strict
 from torch import Tensor
 
-from csps.actors.mesh import Mesh, Tag
+from csps.actors.mesh import GroupMaker, Mesh, Tag
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.kernels.attention import attention
 
@@ -65,9 +67,10 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ranks, tuple(draw(rank) for _ in holders), tuple(map(tuple, holders)))
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
-def test_equals_dense_attention(case: Case) -> None:
+@pytest.mark.parametrize("data_group", [None, strict(HELD)], ids=["gloo", "strict"])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_equals_dense_attention(case: Case, data_group: GroupMaker | None) -> None:
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:
         routes, own, held = case.routes(mesh.rank)
 
@@ -86,7 +89,7 @@ def test_equals_dense_attention(case: Case) -> None:
         return own, exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
 
     answered = []
-    for rows, out in on_ranks(case.ranks, body):
+    for rows, out in on_ranks(case.ranks, body, data_group):
         assert out.dtype == torch.float32
         assert len(out) == len(rows)
         for request, row in zip(rows, out, strict=True):

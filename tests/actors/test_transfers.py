@@ -14,7 +14,7 @@ from mesh_threads import on_ranks
 from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import Exchange, Mesh, Pending, Tag
+from csps.actors.mesh import ControlTag, Exchange, Mesh, Pending, Tag
 from csps.actors.timeline import Timeline
 from csps.actors.transfers import Label, Transfers
 
@@ -61,12 +61,12 @@ def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() ->
 
         def work() -> bool:
             if shares and shares.pop() == 3:
-                mesh.send(go, 0, Tag.PREFILL_ORDERS).wait()
+                mesh.tell(go, 0, ControlTag.PREFILL_ORDERS).wait()
             return bool(shares)
 
         with Transfers(mesh, JobClock()) as transfers:
             if mesh.rank == 0:
-                mesh.recv(go, 1, Tag.PREFILL_ORDERS).wait()
+                mesh.hear(go, 1, ControlTag.PREFILL_ORDERS).wait()
                 transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
                 return []
             transfer = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)

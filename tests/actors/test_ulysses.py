@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
 from small_blocks import blocks_of
+from strict_group import HELD, strict
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh
+from csps.actors.mesh import GroupMaker, Mesh
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.even_share import even_share
@@ -60,7 +61,7 @@ class Case:
         return random(self.rows, self.heads), keys, [random(end, self.kv_heads) for end in ends]
 
 
-def ulysses(case: Case) -> tuple[Tensor, list[list[int]]]:
+def ulysses(case: Case, data_group: GroupMaker | None = None) -> tuple[Tensor, list[list[int]]]:
     """Output of all rows, and the bytes that each rank has sent to each."""
     q, keys, values = case.tensors()
     k_rows, v_rows = (
@@ -83,7 +84,7 @@ def ulysses(case: Case) -> tuple[Tensor, list[list[int]]]:
         sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
         return out, sent
 
-    results = on_ranks(case.members, body)
+    results = on_ranks(case.members, body, data_group)
     by_member = [results[rank][0] for rank in case.order]
     return torch.cat(by_member), [sent for _, sent in results]
 
@@ -163,6 +164,13 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, _ = ulysses(case)
+    torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
+
+
+@settings(max_examples=10)
+@given(cases())
+def test_equals_dense_attention_by_the_rules_of_nccl(case: Case) -> None:
+    out, _ = ulysses(case, strict(HELD))
     torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
 
 

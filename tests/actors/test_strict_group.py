@@ -1,0 +1,229 @@
+"""The stand-in for NCCL refuses what NCCL would, and which of its rules the mesh breaks today."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import strict_group
+import torch
+from mesh_threads import on_ranks
+from strict_group import EVERY_RULE, HELD, BrokenRule, Rule, strict
+from torch import Tensor
+
+from csps.actors.job_clock import JobClock
+from csps.actors.mesh import ControlTag, Mesh, PeerLost, Tag
+from csps.actors.transfers import Label, Transfers
+
+
+def groups(body: Callable[[Any, int], Any], rules: frozenset[Rule] = EVERY_RULE) -> list[Any]:
+    """What `body(group, rank)` returns on two ranks of one communicator."""
+    return on_ranks(2, lambda mesh: body(mesh._data, mesh.rank), strict(rules))
+
+
+def test_tags_mean_nothing() -> None:
+    def body(group: Any, rank: int) -> list[float]:
+        if rank == 0:
+            for number, tag in ((1.0, 7), (2.0, 3)):
+                group.send([torch.tensor([number])], 1, tag).wait()
+            return []
+        room = [torch.zeros(1), torch.zeros(1)]
+        for x, tag in zip(room, (3, 7), strict=True):
+            group.recv([x], 0, tag).wait()
+        return [float(x) for x in room]
+
+    assert groups(body)[1] == [1.0, 2.0]
+
+
+def test_a_buffer_holds_garbage_until_it_was_waited_for() -> None:
+    def body(group: Any, rank: int) -> bool:
+        if rank == 0:
+            group.send([torch.ones(2)], 1, 0).wait()
+            return True
+        room = torch.zeros(2)
+        work = group.recv([room], 0, 0)
+        work._call.done.result(60)  # it has arrived
+        poisoned = bool(room.isnan().all())
+        work.wait()
+        return poisoned and room.tolist() == [1.0, 1.0]
+
+    assert groups(body) == [True, True]
+
+
+def test_a_group_ends_when_all_its_parts_have() -> None:
+    may_send = threading.Event()
+
+    def body(group: Any, rank: int) -> bool:
+        if rank == 0:
+            group.send([torch.ones(1)], 1, 0).wait()
+            may_send.wait(60)
+            group.send([torch.ones(1)], 1, 0).wait()
+            return True
+        room = torch.zeros(2, 1)
+        group._start_coalescing()
+        for x in room:
+            group.recv([x], 0, 0)
+        work = group._end_coalescing()
+        done_early = work._call.done.done()
+        may_send.set()
+        work.wait()
+        return not done_early and room.tolist() == [[1.0], [1.0]]
+
+    assert groups(body) == [True, True]
+
+
+def test_calls_wait_for_those_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that begin with different calls hang under NCCL; under gloo's tags they would not."""
+    monkeypatch.setattr(strict_group, "HANG", timedelta(seconds=0.3))
+
+    def body(group: Any, rank: int) -> None:
+        room, mine = torch.zeros(1), torch.ones(1)
+        first = group.recv([room], 1 - rank, 0)
+        group.send([mine], 1 - rank, 1)
+        first.wait()
+
+    with pytest.raises(RuntimeError):
+        groups(body)
+
+
+def test_after_abort_a_wait_succeeds_with_garbage() -> None:
+    def body(group: Any, rank: int) -> bool:
+        if rank == 0:
+            return True
+        room = torch.zeros(1)
+        work = group.recv([room], 0, 0)
+        group.abort()
+        return bool(work.wait()) and bool(room.isnan().all())
+
+    assert groups(body) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("rule", "call"),
+    [
+        (Rule.NO_DEADLINE, lambda group: group.send([torch.ones(1)], 1, 0).wait(timedelta(1))),
+        (Rule.DEVICE, lambda group: group.send([torch.ones(1, device="meta")], 1, 0)),
+        (Rule.DEVICE, lambda group: group.send([torch.ones(4, 4).T], 1, 0)),
+        (Rule.ONE_THREAD, lambda group: _from_another_thread(group)),
+    ],
+)
+def test_what_is_not_allowed_is_named(rule: Rule, call: Callable[[Any], None]) -> None:
+    def body(group: Any, rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(BrokenRule, match=rule.name):
+                call(group)
+
+    groups(body)
+
+
+def _from_another_thread(group: Any) -> None:
+    caught: list[BaseException] = []
+    group.recv([torch.ones(1)], 1, 0)
+
+    def run() -> None:
+        try:
+            group.recv([torch.ones(1)], 1, 0)
+        except BrokenRule as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise caught[0]
+
+
+# --- the mesh ------------------------------------------------------------------------------------
+
+
+def _swap(mesh: Mesh) -> list[float]:
+    room = torch.zeros(1)
+    other = 1 - mesh.rank
+    sent = torch.tensor([float(mesh.rank)])
+    mesh.exchange([(other, sent)], [(other, room)], Tag.ROWS).wait()
+    return room.tolist()
+
+
+def test_exchanges_keep_the_rules_that_are_held() -> None:
+    assert on_ranks(2, _swap, strict(HELD)) == [[1.0], [0.0]]
+
+
+def test_the_first_exchange_may_be_of_a_part_of_the_gang() -> None:
+    """All ranks connect when the mesh is made."""
+
+    def body(mesh: Mesh) -> list[float]:
+        return _swap(mesh) if mesh.rank < 2 else []
+
+    assert on_ranks(3, body, strict(HELD)) == [[1.0], [0.0], []]
+
+
+def test_control_messages_do_not_wait_behind_data() -> None:
+    """Rank 0 posts data that arrives only after a control message has."""
+
+    def body(mesh: Mesh) -> list[float]:
+        words = torch.zeros(1, dtype=torch.int64)
+        if mesh.rank == 0:
+            room = torch.zeros(1)
+            data = mesh.exchange([], [(1, room)], Tag.ROWS)
+            mesh.tell(words, 1, ControlTag.MEETING).wait()
+            data.wait()
+            return room.tolist()
+        mesh.hear(words, 0, ControlTag.MEETING).wait()
+        mesh.exchange([(0, torch.ones(1))], [], Tag.ROWS).wait()
+        return []
+
+    assert on_ranks(2, body, strict(HELD)) == [[1.0], []]
+
+
+def test_a_wait_of_a_closed_mesh_is_no_success() -> None:
+    """NCCL's would be: what was received is garbage and must not be used."""
+
+    def body(mesh: Mesh) -> Tensor | None:
+        if mesh.rank == 0:
+            return None
+        pending = mesh.exchange([], [(0, torch.zeros(1))], Tag.ROWS)
+        mesh.close()
+        with pytest.raises(PeerLost, match="closed"):
+            pending.wait()
+        return None
+
+    on_ranks(2, body, strict(HELD))
+
+
+# --- what breaks a rule today ----------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=BrokenRule,
+    reason="Pending.wait has a deadline everywhere: on CUDA it polls on the host. Without one, KV "
+    "that lands late would hold up the engine's stream, until that connection is not NCCL",
+)
+def test_waits_do_not_hold_up_the_host() -> None:
+    on_ranks(2, _swap, strict(EVERY_RULE))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=BrokenRule,
+    reason="on a CPU, SP-TP's relays send from a thread of their own (collectives.background) "
+    "while the computing thread's exchanges are under way",
+)
+def test_relays_send_from_the_engines_thread() -> None:
+    def body(mesh: Mesh) -> None:
+        other = 1 - mesh.rank
+        with Transfers(mesh, JobClock()) as transfers:
+            label = Label(phase="relay", layer=0)
+            room = torch.zeros(2, 1)
+            first = transfers.start([], [(other, room[0])], Tag.ROWS, label)
+            relayed = transfers.background("relay", torch.device("cpu")).submit(
+                lambda: transfers.start(
+                    [(other, torch.ones(1))], [(other, room[1])], Tag.ROWS, label, background=True
+                )
+            )
+            relayed.result()
+            transfers.wait(first)
+
+    on_ranks(2, body, strict(HELD))

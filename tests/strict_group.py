@@ -1,0 +1,219 @@
+"""A process group over gloo that behaves as NCCL does where gloo is kinder.
+
+What it holds every program to:
+- one line of calls for a communicator: a call begins when the one before it has ended;
+- a grouped call ends only when all its parts have, and single calls are groups of one;
+- tags mean nothing: what a pair sends arrives in the order of its sending;
+- a receive buffer holds garbage (NaN) until it was waited for. NCCL's `wait` returns at once and
+  makes the stream wait; on a CPU the stream is the host, which therefore reaches it in `wait`;
+- after `abort` a wait succeeds and leaves garbage.
+
+And what it refuses, each rule by its name, so that a test can ask for all but those that are known
+to be broken: `Rule`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from enum import Enum, auto
+from queue import SimpleQueue
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from csps.actors.mesh import Group, GroupMaker, _gloo
+
+HANG = timedelta(seconds=20)
+"""For one call to end; longer means that calls wait for each other across ranks."""
+
+
+class Rule(Enum):
+    """What NCCL or its watchdog would answer with a hang, a race or an error."""
+
+    ALL_RANKS_FIRST = auto()
+    """The first call makes the communicator, and every rank must take part in it."""
+    ONE_THREAD = auto()
+    """No call by one thread while calls of another are under way."""
+    NO_DEADLINE = auto()
+    """`wait(timeout)` polls on the host; only `wait()` orders the stream."""
+    DEVICE = auto()
+    """Tensors lie on the group's device, contiguous."""
+
+
+EVERY_RULE = frozenset(Rule)
+HELD = EVERY_RULE - {Rule.NO_DEADLINE}
+"""Those that exchanges keep today; `tests/actors/test_strict_group.py` names what breaks others."""
+
+
+class BrokenRule(AssertionError):
+    """The program did what NCCL does not allow."""
+
+
+class _Call:
+    """Sends and receives that end together."""
+
+    def __init__(self) -> None:
+        self.sends: list[tuple[Tensor, int]] = []
+        self.recvs: list[tuple[Tensor, int]] = []
+        self.done: Future[list[Tensor] | None] = Future()
+
+
+class StrictWork:
+    """A call under way."""
+
+    def __init__(self, group: StrictGroup, call: _Call) -> None:
+        self._group, self._call = group, call
+        self._delivered = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The stream waits; what was received can be read from here on."""
+        if timeout is not None:
+            self._group.check(Rule.NO_DEADLINE, True, f"wait({timeout}) holds up the host")
+        staged = self._call.done.result(2 * HANG.total_seconds())
+        if not self._delivered:
+            self._delivered = True
+            self._group.ended(self)
+            with torch.inference_mode():  # whoever waits writes tensors of either kind
+                for (room, _), arrived in zip(self._call.recvs, staged or (), strict=False):
+                    room.copy_(arrived)
+        return True
+
+
+class StrictGroup:
+    """One communicator of one rank."""
+
+    def __init__(
+        self, inner: Group, store: Store, rank: int, size: int, rules: frozenset[Rule]
+    ) -> None:
+        self._inner, self._store = inner, store
+        self._rank, self._size, self._rules = rank, size, rules
+        self._open: _Call | None = None
+        self._caller: int | None = None
+        self._under_way: set[StrictWork] = set()
+        self._lock = threading.Lock()
+        self._joined = False
+        self._aborted = threading.Event()
+        self._line: SimpleQueue[_Call] = SimpleQueue()
+        threading.Thread(target=self._work, name="strict group", daemon=True).start()
+
+    # --- what a program calls --------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StrictWork:
+        """Part of the open group, or a call of its own."""
+        return self._add(tensors[0], peer, lambda call: call.sends)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StrictWork:
+        """Part of the open group, or a call of its own."""
+        return self._add(tensors[0], peer, lambda call: call.recvs)
+
+    def _start_coalescing(self) -> None:
+        assert self._open is None, "a group inside a group"
+        self._open = _Call()
+
+    def _end_coalescing(self) -> StrictWork:
+        assert self._open is not None, "the end of a group that was not begun"
+        call, self._open = self._open, None
+        return self._launch(call)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Make the communicator, with all ranks."""
+        self._join()
+
+    def abort(self) -> None:
+        """Calls under way end, and look as if they had succeeded."""
+        self._aborted.set()
+        for peer in range(self._size):
+            if peer != self._rank:
+                try:
+                    self._inner.recv([torch.empty(1)], peer, 99).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    # --- what is held ----------------------------------------------------------------------
+
+    def check(self, rule: Rule, broken: bool, what: str) -> None:
+        """Refuse, if this program is held to the rule."""
+        if broken and rule in self._rules:
+            raise BrokenRule(f"{rule.name}: {what}")
+
+    def ended(self, work: StrictWork) -> None:
+        """A call was waited for."""
+        with self._lock:
+            self._under_way.discard(work)
+
+    def _add(
+        self, tensor: Tensor, peer: int, side: Callable[[_Call], list[tuple[Tensor, int]]]
+    ) -> StrictWork:
+        wrong = tensor.device.type != "cpu" or not tensor.is_contiguous()
+        self.check(Rule.DEVICE, wrong, f"a tensor on {tensor.device}, strides {tensor.stride()}")
+        call = self._open or _Call()
+        side(call).append((tensor, peer))
+        # Parts of a group have no work of their own in NCCL either.
+        return StrictWork(self, call) if self._open is not None else self._launch(call)
+
+    def _launch(self, call: _Call) -> StrictWork:
+        work = StrictWork(self, call)
+        with self._lock:
+            here = threading.get_ident()
+            foreign = bool(self._under_way) and self._caller != here
+            self.check(Rule.ONE_THREAD, foreign, "two threads launch calls")
+            self._caller = here
+            self._under_way.add(work)
+        if Rule.ALL_RANKS_FIRST in self._rules:
+            self._join()
+        with torch.inference_mode():
+            for room, _ in call.recvs:
+                room.fill_(torch.nan if room.is_floating_point() else 1)
+        self._line.put(call)
+        return work
+
+    def _join(self) -> None:
+        if self._joined:
+            return
+        self._joined = True
+        everyone = [f"first call of {rank}" for rank in range(self._size)]
+        self._store.set(everyone[self._rank], "")
+        try:
+            self._store.wait(everyone, HANG)
+        except RuntimeError:
+            what = f"the first call of rank {self._rank} is not one of all ranks"
+            raise BrokenRule(f"{Rule.ALL_RANKS_FIRST.name}: {what}") from None
+
+    # --- the communicator's line -----------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            call = self._line.get()
+            try:
+                call.done.set_result(self._run(call))
+            except RuntimeError as error:
+                if self._aborted.is_set():
+                    call.done.set_result(None)
+                else:
+                    call.done.set_exception(error)
+
+    def _run(self, call: _Call) -> list[Tensor]:
+        staged = [torch.empty_like(room) for room, _ in call.recvs]
+        works = [
+            self._inner.recv([room], peer, 0)
+            for room, (_, peer) in zip(staged, call.recvs, strict=True)
+        ]
+        works += [self._inner.send([tensor], peer, 0) for tensor, peer in call.sends]
+        for work in works:
+            work.wait(HANG)
+        return staged
+
+
+def strict(rules: Sequence[Rule] | frozenset[Rule] = EVERY_RULE) -> GroupMaker:
+    """Makes a mesh's group of data, held to the rules."""
+
+    def make(store: Store, rank: int, size: int, host: str) -> Group:
+        inner = _gloo(store, rank, size, host)
+        return cast(Any, StrictGroup(inner, store, rank, size, frozenset(rules)))
+
+    return make
