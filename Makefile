@@ -30,7 +30,7 @@ test: $(DEV) ## run the tests (minutes, two cores suffice)
 	$(BIN)/pytest $(ARGS)
 
 test-slow: $(DEV) ## run the tests that take long as well
-	$(BIN)/pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/pytest -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
 
 check: $(DEV) ## lint, format, types, import directions
 	$(BIN)/ruff check .

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from property_examples import ALL
 from tiny_checkpoints import make_checkpoint
 
 # Nothing is timed here: a machine that is busy with something else is no failure, and a hang has
 # pytest's own limit.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("slow", UNTIMED, max_examples=ALL)
+settings.register_profile("quick", UNTIMED, max_examples=30)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

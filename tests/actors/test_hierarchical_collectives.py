@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from rank_world import RankWorld, rank_world
 from torch import Tensor
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 WORLD = 8
 WIDTH = 5
-QUICK = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from property_examples import examples
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool, KvRun, OutOfSlots
@@ -347,7 +348,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestAnySequence = PoolMachine.TestCase
-TestAnySequence.settings = settings(max_examples=100, stateful_step_count=30)
+TestAnySequence.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
 # --- several threads -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -364,7 +365,7 @@ def bridges(shape: Shape) -> tuple[list[Bridge], list[Bridge]]:
     return made[: shape.prefill_ranks], made[shape.prefill_ranks :]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(shape=shapes(), keep=st.sampled_from((None, 0.0, 0.4, 1.0)))
 def test_every_decode_rank_gets_its_tokens_and_heads(
     spec: ModelSpec, shape: Shape, keep: float | None

@@ -10,6 +10,7 @@ from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
+from property_examples import examples
 from strict_group import HELD, strict
 from torch import Tensor
 
@@ -68,7 +69,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("data_group", [None, strict(HELD)], ids=["gloo", "strict"])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_equals_dense_attention(case: Case, data_group: GroupMaker | None) -> None:
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from property_examples import examples
 
 from csps.actors.request_book import RequestBook
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
@@ -134,4 +135,4 @@ class Lifetimes(RuleBasedStateMachine):
 
 
 TestLifetimes = Lifetimes.TestCase
-TestLifetimes.settings = settings(max_examples=50)
+TestLifetimes.settings = settings(max_examples=examples(50))

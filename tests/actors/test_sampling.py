@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -118,7 +119,7 @@ FILTERS = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(logits=st.lists(LEVELS, min_size=1, max_size=12), sampling=FILTERS)
 def test_filters_keep_what_the_reference_keeps(logits: list[float], sampling: Sampling) -> None:
     logits = [*logits, 0.0]  # one of them must be possible
@@ -486,7 +487,7 @@ KINDS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
     index=st.integers(0, 5),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history, started_once
 from strategy_ranks import job_of
 
@@ -106,8 +107,8 @@ def test_a_timeline_tells_level_and_micro_partition(gangs: Gangs) -> None:
             assert {(event.level, event.micro) for event in events} == expected
 
 
-@pytest.mark.parametrize("instances", [2, 4, 8])
-@settings(max_examples=7, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("instances", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@settings(max_examples=examples(7), suppress_health_check=list(HealthCheck))
 @given(
     model=st.sampled_from(("gqa", "mqa", "mha")),
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),

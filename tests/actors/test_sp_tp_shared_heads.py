@@ -11,6 +11,7 @@ import torch
 from dense_csa import DenseCsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from strategy_gangs import MODELS, Gangs, started_once
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of
 from torch import Tensor
@@ -138,7 +139,7 @@ def check(gangs: Gangs, case: Case) -> None:
     [("mqa", 2, 2), ("gqa", 3, 1), ("gqa", 4, 1), ("mha", 4, 1), ("mqa", 8, 1)],
 )
 @settings(
-    max_examples=4,
+    max_examples=examples(4),
     derandomize=True,  # a tie between two keys would be broken by how sums are rounded
     suppress_health_check=list(HealthCheck),
 )

@@ -12,6 +12,7 @@ from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
+from property_examples import examples
 from small_blocks import blocks_of
 from strict_group import HELD, strict
 from torch import Tensor
@@ -160,21 +161,21 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention(case: Case) -> None:
     out, _ = ulysses(case)
     torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(cases())
 def test_equals_dense_attention_by_the_rules_of_nccl(case: Case) -> None:
     out, _ = ulysses(case, strict(HELD))
     torch.testing.assert_close(out, dense(case), atol=1e-10, rtol=0.0)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.integers(1, 9))
 def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> None:
     with blocks_of(rows):
@@ -183,7 +184,7 @@ def test_equals_dense_attention_in_blocks_of_queries(case: Case, rows: int) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(1000), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_equals_dense_attention_often(case: Case) -> None:
     out, _ = ulysses(case)
@@ -226,7 +227,7 @@ def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
     assert sum(map(sum, sent)) == total * (members - 1) // members
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
     """From i to j: q, k, v of i's rows and i's history in j's heads; o of j's rows in i's."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import given, settings
+from property_examples import examples
 from token_layouts import LAYOUTS, batches, random_qkv
 from torch import Tensor
 
@@ -38,7 +39,7 @@ def test_positions_left_out_mean_everything_is_seen() -> None:
     check(*random_qkv(4, 40, 70), q_positions=None, k_positions=None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batches())
 def test_variable_length_batches(batch: dict[str, Any]) -> None:
     q, k, v = batch.pop("qkv")

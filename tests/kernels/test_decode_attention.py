@@ -11,6 +11,7 @@ import torch
 from dense_reference import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import Tensor
 
 from csps.kernels import cpu_decode
@@ -77,7 +78,7 @@ def check(got: tuple[Tensor, Tensor], case: Case, dtype: torch.dtype, tolerance:
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(case=cases(), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_cpu_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
     out, lse = decode_attention(*case.tensors(dtype), SlotRuns(case.rows, case.runs))
@@ -85,7 +86,7 @@ def test_cpu_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
     check((out, lse), case, dtype, 1e-5 if dtype == torch.float32 else 1e-12)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(case=cases(), longest=st.sampled_from([7, 32, 128]))
 def test_triton_equals_the_definition(case: Case, longest: int) -> None:
     runs = SlotRuns(case.rows, case.runs)

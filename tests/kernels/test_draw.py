@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,7 +57,7 @@ def reference(scores_v: Tensor, filters: Filters, u: float) -> int:
     raise AssertionError("no token left")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     filters=st.lists(FILTERS, min_size=1, max_size=6),
     vocab=st.sampled_from([2, NARROW, NARROW + 1, 300, 700]),
@@ -82,7 +83,7 @@ def test_every_row_is_drawn_as_if_it_were_alone(
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(filters=st.lists(FILTERS, min_size=2, max_size=5), seed=st.integers(0, 1000))
 def test_probabilities_do_not_depend_on_the_batch(filters: list[Filters], seed: int) -> None:
     scores_bv = scores_of(seed, len(filters), 1283)

@@ -9,6 +9,7 @@ import torch
 from dense_reference import dense_attention, dense_importance
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from token_layouts import LAYOUTS, SMALL_LAYOUTS, batches, random_qkv
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check(q, k, q_positions=q_positions, k_positions=k_positions)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(batches())
 def test_variable_length_batches(batch: dict[str, Any]) -> None:
     q, k, _ = batch.pop("qkv")
@@ -94,7 +95,7 @@ def test_triton_layouts(layout: str, triton_device: str) -> None:
     check_triton(triton_device, q, k, q_positions=q_positions, k_positions=k_positions)
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(batches(longest=70), st.booleans())
 def test_triton_variable_length_batches(
     triton_device: str, batch: dict[str, Any], all_seen: bool

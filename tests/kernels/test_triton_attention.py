@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import given, settings
+from property_examples import examples
 from token_layouts import SMALL_LAYOUTS, batches, random_qkv
 from torch import Tensor
 
@@ -60,7 +61,7 @@ def test_every_key_is_seen_without_positions(triton_device: str) -> None:
     check(triton_device, q, k, v, q_positions=None, k_positions=None)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(batches(longest=70))
 def test_variable_length_batches(triton_device: str, batch: dict[str, Any]) -> None:
     q, k, v = (x.float() for x in batch.pop("qkv"))

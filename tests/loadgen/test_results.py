@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from csps.loadgen.results.files import read_result, write_result
 from csps.loadgen.results.record import RequestRecord
@@ -79,7 +80,7 @@ def percentile(values: list[float], p: float) -> float:
 RUN = Run(kind="live", label="test", slo=Slo(ttft=400, tpot=300, e2el=2000))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), min_size=1, max_size=30))
 def test_metrics_are_those_of_their_definitions(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
@@ -94,7 +95,7 @@ def test_metrics_are_those_of_their_definitions(records: list[RequestRecord]) ->
             assert result[f"p{p}_{metric}_ms"] == pytest.approx(percentile(values, p), abs=1e-5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), min_size=1, max_size=30))
 def test_counts_rates_and_goodput_are_those_of_their_definitions(
     records: list[RequestRecord],
@@ -129,7 +130,7 @@ def test_counts_rates_and_goodput_are_those_of_their_definitions(
     assert result["max_concurrent_requests"] == at_once
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), min_size=1, max_size=30))
 def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
@@ -154,7 +155,7 @@ def test_parts_add_up_to_the_whole(records: list[RequestRecord]) -> None:
         assert part["ttft_bound_met"] == (None if expected is None else pytest.approx(expected))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), min_size=1, max_size=20))
 def test_the_series_conserve_requests_and_obey_littles_law(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
@@ -168,7 +169,7 @@ def test_the_series_conserve_requests_and_obey_littles_law(records: list[Request
     assert sum(series["running"]) * series["step_s"] == pytest.approx(spent_s, abs=tolerance)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), min_size=1, max_size=20))
 def test_loongserves_normalized_latencies(records: list[RequestRecord]) -> None:
     result = summarize(records, RUN)
@@ -184,7 +185,7 @@ def test_loongserves_normalized_latencies(records: list[RequestRecord]) -> None:
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(records=st.lists(records_st(), max_size=10), detailed=st.booleans())
 def test_results_follow_their_schema(
     records: list[RequestRecord], detailed: bool, tmp_path_factory: pytest.TempPathFactory

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat import completion_create_params as chat_params
+from property_examples import examples
 
 from csps.protocols.errors import InvalidRequest
 from csps.protocols.openai import (
@@ -486,7 +487,7 @@ known = st.sampled_from(
 endpoints = st.sampled_from([ChatCompletionRequest, CompletionRequest])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(endpoints, st.dictionaries(known, anything, max_size=4), anything)
 def test_arbitrary_json_raises_invalid_request_or_nothing(
     cls: type[GenerationRequest], fields: dict[str, Any], message: Any

@@ -18,11 +18,12 @@ from csa_jobs import (
 )
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, assume, given, settings
+from property_examples import examples
 from rank_world import RankWorld
 
 from csps.protocols.csa import CsaPlan, LayerGroup, halving
 
-several = settings(max_examples=30, suppress_health_check=list(HealthCheck))
+several = settings(max_examples=examples(30), suppress_health_check=list(HealthCheck))
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 

@@ -7,6 +7,7 @@ import pytest
 from csa_jobs import CsaCase, cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from csps.actors.csa.geometry import LevelGeometry, Part, spanning_parts
 from csps.protocols.messages import PrefillPiece
@@ -28,7 +29,7 @@ def seen_pairs(geometry: LevelGeometry) -> Counter[tuple[int, int, int]]:
     return pairs
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(case=cases(dropping=False))
 def test_every_causal_pair_is_in_exactly_one_level(case: CsaCase) -> None:
     geometry = geometry_of(case)
@@ -44,7 +45,7 @@ def test_every_causal_pair_is_in_exactly_one_level(case: CsaCase) -> None:
     assert len(pairs) == len(causal)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=cases(dropping=False))
 def test_a_pair_is_in_the_nearest_level_that_holds_both(case: CsaCase) -> None:
     geometry = geometry_of(case)
@@ -57,7 +58,7 @@ def test_a_pair_is_in_the_nearest_level_that_holds_both(case: CsaCase) -> None:
         assert together.index(True) == level - 1
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=cases(dropping=False), nested=st.just(True))
 def test_nested_levels_see_their_whole_segment(case: CsaCase, nested: bool) -> None:
     geometry = geometry_of(case.with_plan(nested=nested))
@@ -94,7 +95,7 @@ def test_level_one_is_local_unless_it_is_the_only_one(levels: int) -> None:
     assert geometry.local_first_level == (levels == 2)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(case=cases())
 def test_parts_and_local_pieces_cover_the_batch(case: CsaCase) -> None:
     spread = sum(part.length for part in spanning_parts(case.job.pieces, case.bounds))

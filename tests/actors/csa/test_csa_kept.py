@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 
 from csps.actors.csa.geometry import Part
 from csps.actors.csa.kept import nested_order
@@ -13,7 +14,7 @@ from csps.protocols.messages import PrefillPiece
 PAIR = ("0-0-0", "0-0-1")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_every_levels_kept_set_is_a_prefix_of_the_most_important(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 30))

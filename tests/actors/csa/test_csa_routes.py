@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 from csa_jobs import CsaCase, cases
 from hypothesis import given, settings
+from property_examples import examples
 
 from csps.actors.csa.geometry import LevelGeometry, spanning_parts
 from csps.actors.csa.routes import HeadCounts, Kind, Routes, SegmentRoutes
 from csps.actors.csa.schedule import kept_counts
 from csps.protocols.csa import CsaPlan, LayerGroup
 
-several = settings(max_examples=150)
+several = settings(max_examples=examples(150))
 Datum = tuple[Kind, int, int, int]
 """Kind, part, head, place in the head's kept order."""
 

@@ -10,6 +10,7 @@ import torch
 from csa_jobs import DIM, CsaCase, cases, on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from rank_world import RankWorld
 
 from csps.configurator.csa_traffic import csa_layer_traffic, csa_traffic
@@ -67,7 +68,7 @@ def measured(world: RankWorld, case: CsaCase) -> Traffic:
     return total
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(case=one_prompt())
 def test_counts_what_the_ranks_send(world: RankWorld, case: CsaCase) -> None:
     shape, spts = shape_of(case), spts_of(case)

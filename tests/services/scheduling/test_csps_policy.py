@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policy_view import TOKEN_NS, Busy, Picture, group, numbers, plans, sizes, waiting
+from property_examples import examples
 
 from csps.protocols.topology import Location
 from csps.services.scheduling.decisions import Blocked, WakeAt
@@ -23,7 +24,9 @@ OPTIONS: dict[str, object] = {
 }
 POLICY = make_policy("csps", OPTIONS)
 """Without a bound of its own, a step is delayed by no more than its own time."""
-PATIENT = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(
+    max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 REQUESTS = st.lists(
     st.builds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from scheduler_cell import gang_up
 from scheduler_desk import LINK, SECOND, Desk, only, sent
 
@@ -14,7 +15,9 @@ from csps.services.scheduling import events as ev
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 
-PATIENT = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def raised(error: ev.WireError | None) -> Exception:

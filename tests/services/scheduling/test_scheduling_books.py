@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policy_view import waiting
+from property_examples import examples
 from scheduler_cell import gang_up
 
 from csps.protocols.errors import ConfigError
@@ -168,7 +169,7 @@ def test_a_timer_may_set_another_that_is_due_at_once() -> None:
 # --- near rooms ------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.builds(Location, *[st.integers(0, last) for last in (2, 2, 4)]),

@@ -1,0 +1,16 @@
+"""How many examples a property is tried with."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+ALL = 100
+"""Examples of the profile that runs all, for properties that name no number."""
+
+
+def examples(count: int) -> int:
+    """`count` in `make test-slow` (`--hypothesis-profile=slow`), otherwise a part of them.
+
+    Every run draws others, so that few in each are many over time.
+    """
+    return max(min(count, 10), count * settings().max_examples // ALL)
