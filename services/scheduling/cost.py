@@ -14,7 +14,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -256,10 +255,15 @@ def cold_strategy(cls: str) -> str:
 
 def shape_of(places: Sequence[Location], tp: int) -> GroupShape:
     """The shape of a group whose instances stand at these places, in topology order."""
-    if len(places) == 1:
-        return GroupShape((1,), tp)
-    runs = groupby(places, key=lambda place: (place.rack, place.server))
-    return GroupShape(tuple(sum(1 for _ in run) for _, run in runs), tp)
+    servers: list[int] = []
+    rack = server = -1
+    for place in places:
+        if place.server == server and place.rack == rack:
+            servers[-1] += 1
+        else:
+            servers.append(1)
+            rack, server = place.rack, place.server
+    return GroupShape(tuple(servers), tp)
 
 
 def _quantised(time_ns: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.state import Gang, Instance
@@ -32,15 +32,17 @@ class Ledger:
         for instance in gang.instances:
             self._instances[instance.id] = instance
 
-    def reserve(self, owner: int, slots: Mapping[InstanceId, int]) -> None:
-        """Give `owner`, who has none yet, that many slots of each instance."""
+    def reserve(self, owner: int, slots: dict[InstanceId, int]) -> None:
+        """Give `owner`, who has none yet, that many slots of each instance; the ledger keeps
+        the dictionary."""
         assert owner not in self._held, f"{owner} already holds slots"
+        instances = self._instances
         for instance, count in slots.items():
-            it = self._instances[instance]
+            it = instances[instance]
             assert 0 <= count <= it.capacity - it.used, f"no {count} slots free on {instance}"
-        self._held[owner] = dict(slots)
+        self._held[owner] = slots
         for instance, count in slots.items():
-            self._instances[instance].used += count
+            instances[instance].used += count
 
     def give_back(self, owner: int, instance: InstanceId) -> None:
         """Free what `owner` holds on an instance, if anything."""

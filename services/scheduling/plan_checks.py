@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, StartPlan
 from csps.services.scheduling.gangs import Gangs
-from csps.services.scheduling.ids import InstanceId, RequestId, gang_of
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.requests import Requests
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.state import Pair, Request
 
 
@@ -24,13 +22,13 @@ class PlanChecks:
     def check(self, plans: Iterable[StartPlan]) -> None:
         """Assert that the plans are whole and that their slots are free."""
         for plan in plans:
-            self._check_pair(plan)
+            pair = self.pair(plan)
             for step in plan.steps:
-                self._check_step(step)
+                self._check_step(step, pair.prefill.id)
             lengths = _computed(plan.steps)
             assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
             for placement in plan.decode:
-                self._check_placement(placement, lengths)
+                self._check_placement(placement, lengths, pair.decode.id)
         for instance, count in self._slots.items():
             it = self._gangs.instances[instance]
             assert count <= it.capacity - it.used, f"{count} slots of {it.free_slots} on {instance}"
@@ -44,26 +42,28 @@ class PlanChecks:
                 return pair
         raise AssertionError(f"gangs {prefill} and {decode} are no pair")
 
-    def _check_pair(self, plan: StartPlan) -> None:
-        pair = self.pair(plan)
-        prefill, decode = pair.prefill.id, pair.decode.id
-        assert all(gang_of(i) == prefill for it in plan.steps for i in it.group), "prefill gangs"
-        for placement in plan.decode:
-            assert gang_of(placement.master) == decode, "another gang's master"
-            assert all(gang_of(it.instance) == decode for it in placement.shares), "decode gangs"
-
-    def _check_step(self, step: PlannedStep) -> None:
-        assert len(set(step.group)) == len(step.group) == len(step.bounds) - 1, "group and bounds"
-        assert step.bounds[0] == 0, "bounds miss the first token"
-        assert step.bounds[-1] == sum(it.length for it in step.pieces), "bounds miss tokens"
+    def _check_step(self, step: PlannedStep, gang: GangId) -> None:
+        bounds, pieces = step.bounds, step.pieces
+        assert len(set(step.group)) == len(step.group) == len(bounds) - 1, "group and bounds"
+        assert bounds[0] == 0, "bounds miss the first token"
+        assert bounds[-1] == sum([it.length for it in pieces]), "bounds miss tokens"
         assert step.predicted_ns >= 0, "a time before now"
-        classes = {self._waiting(it.request).cls for it in step.pieces}
-        assert len(classes) == 1, "requests of several classes in one step"
-        for instance, (start, stop) in zip(step.group, pairwise(step.bounds), strict=True):
+        cls = self._waiting(pieces[0].request).cls
+        for piece in pieces[1:]:
+            assert self._waiting(piece.request).cls == cls, "requests of several classes in a step"
+        start = 0
+        for instance, stop in zip(step.group, bounds[1:], strict=True):
             assert start < stop, "an empty part"
-            self._slots[instance] = self._slots.get(instance, 0) + stop - start
+            self._take(instance, stop - start, gang)
+            start = stop
 
-    def _check_placement(self, placement: DecodePlacement, lengths: dict[RequestId, int]) -> None:
+    def _take(self, instance: InstanceId, slots: int, gang: GangId) -> None:
+        assert gang_of(instance) == gang, "an instance of another gang"
+        self._slots[instance] = self._slots.get(instance, 0) + slots
+
+    def _check_placement(
+        self, placement: DecodePlacement, lengths: dict[RequestId, int], gang: GangId
+    ) -> None:
         request = self._waiting(placement.request)
         assert request.id not in self._started, f"request {request.id} is started twice"
         self._started[request.id] = None
@@ -72,10 +72,9 @@ class PlanChecks:
         for share in placement.shares:
             assert share.start == position < share.stop, "gaps in the KV"
             position = share.stop
+            self._take(share.instance, position - share.start, gang)
         assert position == request.prompt_tokens, "KV without a place"
-        slots = decode_slots(placement.shares, placement.master, request.output_tokens)
-        for instance, count in slots.items():
-            self._slots[instance] = self._slots.get(instance, 0) + count
+        self._take(placement.master, request.output_tokens, gang)
 
     def _waiting(self, request: RequestId) -> Request:
         found = self._requests.live.get(request)

@@ -105,10 +105,12 @@ class Plans:
                 group=planned.group,
                 bounds=planned.bounds,
                 pieces=tuple(
-                    Piece(sequence.id, it.start, it.length)
-                    for sequence, it in zip(computed, planned.pieces, strict=True)
+                    [
+                        Piece(sequence.id, it.start, it.length)
+                        for sequence, it in zip(computed, planned.pieces, strict=True)
+                    ]
                 ),
-                history=tuple(history.get(it.request, ()) for it in planned.pieces),
+                history=tuple([history.get(it.request, ()) for it in planned.pieces]),
                 strategy=planned.strategy,
                 cls=computed[0].request.cls,
                 urgent=planned.urgent,
@@ -119,10 +121,11 @@ class Plans:
 
 def _slots(planned: PlannedStep) -> dict[InstanceId, int]:
     """Tokens to compute, and so slots needed, by instance."""
-    return {
-        instance: stop - start
-        for instance, (start, stop) in zip(planned.group, pairwise(planned.bounds), strict=True)
-    }
+    slots, start = {}, 0
+    for instance, stop in zip(planned.group, planned.bounds[1:], strict=True):
+        slots[instance] = stop - start
+        start = stop
+    return slots
 
 
 def _extend(history: History, planned: PlannedStep) -> None:

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import islice
-from typing import NamedTuple
 
 import msgspec
 
@@ -55,16 +54,9 @@ class _Job(msgspec.Struct, eq=False):
     """Tokens for each of the group; None for a single instance."""
 
 
-class _Wait(NamedTuple):
-    """How long an urgent prompt waits on an instance; the least is the best."""
-
-    wait_ns: int
-    overtaken_ns: int
-    free_at_ns: int
-    order: int
-    version: int
-    """Of the instance: a later one makes this out of date."""
-    spot: Spot
+_Wait = tuple[int, int, int, int, int, Spot]
+"""How long an urgent prompt waits on an instance, the least is the best: time of urgent steps, time
+that its long steps were delayed by, when it is free, its place, its version, and itself."""
 
 
 class CspsPair:
@@ -119,7 +111,8 @@ class CspsPair:
         self._prefill.start_urgent(spot, tokens, more_ns)
         if by_ns is not None:
             self._by_ns[spot.id] = min(by_ns, self._by_ns.get(spot.id, by_ns))
-        self._changed(spot)
+        if self._rooms is not None:
+            self._rooms.update(spot)
         return Verdict.STARTS
 
     def _least_wait(self, tokens: int, predicted_ns: int) -> Spot | None:
@@ -136,11 +129,11 @@ class CspsPair:
         unfit: list[_Wait] = []
         found = None
         while heap and found is None:
-            wait = heap[0]
-            if wait.version != wait.spot.version:
-                heapq.heappop(heap)
-            elif self._admits(wait.spot, tokens, predicted_ns):
-                found = wait.spot
+            *_, version, spot = heap[0]
+            if version != spot.version:  # whatever it was given since makes it wait longer
+                heapq.heapreplace(heap, self._wait(spot))
+            elif self._admits(spot, tokens, predicted_ns):
+                found = spot
             else:
                 unfit.append(heapq.heappop(heap))
         for wait in unfit:
@@ -156,9 +149,8 @@ class CspsPair:
         return self._waits
 
     def _wait(self, spot: Spot) -> _Wait:
-        turn_ns = self._turn_ns if spot.long_steps else 0
-        wait_ns = spot.urgent_ns + turn_ns
-        return _Wait(wait_ns, spot.overtaken_ns, spot.free_at_ns, spot.order, spot.version, spot)
+        wait_ns = spot.urgent_ns + (self._turn_ns if spot.long_steps else 0)
+        return wait_ns, spot.overtaken_ns, spot.free_at_ns, spot.order, spot.version, spot
 
     def _admits(self, spot: Spot, tokens: int, predicted_ns: int) -> bool:
         """There are slots, and the long steps of the instance may be overtaken."""
@@ -237,7 +229,7 @@ class CspsPair:
         self._prefill.start_long(job.group, job.shares, predicted_ns)
         self._jobs.append(job)
         for spot in job.group:
-            self._changed(spot)
+            self._near_rooms().update(spot)
 
     def _fill(
         self, job: _Job, younger: Iterable[RequestView], group: Group, urgent_id: RequestId | None
@@ -253,26 +245,44 @@ class CspsPair:
         idle = self._prefill.idle
         if slack <= 0 or (idle and idle > sum(not it.long_steps for it in group.spots)):
             return  # an idle instance serves them sooner
+        line = self._line_to_last_filler(younger, slack, job.cls, urgent_id)
+        if not line:
+            return
         passed: list[tuple[Placed, int]] = []
         room = sum(it.free for it in self._prefill.spots) - job.tokens
-        for other in younger:
-            if self.started(other):
-                continue
+        for other in line:
             placed = self._decode.place(other.prompt_tokens, other.output_tokens)
-            to_urgent = urgent_id is not None and urgent_id < other.id
             room -= other.prompt_tokens
-            if placed is None or room < 0 or other.blocked_ns is not None or to_urgent:
+            if placed is None or room < 0:
                 break
             if other.prompt_tokens <= slack and other.cls == job.cls:
                 slack -= other.prompt_tokens
                 self._add(job, other, placed)
-            elif len(passed) < FILLERS_PASS:
+            else:
                 self._decode.take(placed, other.output_tokens)
                 passed.append((placed, other.output_tokens))
-            else:
-                break
         for placed, output_tokens in passed:
             self._decode.put_back(placed, output_tokens)
+
+    def _line_to_last_filler(
+        self, younger: Iterable[RequestView], slack: int, cls: str, urgent_id: RequestId | None
+    ) -> list[RequestView]:
+        """The part of the line that matters for the slack; mostly nobody in it is small enough."""
+        line: list[RequestView] = []
+        passing = end = 0
+        for other in younger:
+            if other.blocked_ns is not None or (urgent_id is not None and urgent_id < other.id):
+                break
+            if other.id in self._started:
+                continue
+            line.append(other)
+            if other.prompt_tokens <= slack and other.cls == cls:
+                end = len(line)
+            elif passing < FILLERS_PASS:
+                passing += 1
+            else:
+                break
+        return line[:end]
 
     def _near_rooms(self) -> NearRooms:
         if self._rooms is None:
@@ -287,12 +297,6 @@ class CspsPair:
         self._started[request.id] = None
         job.members.append((request, placed))
         job.tokens += request.prompt_tokens
-
-    def _changed(self, spot: Spot) -> None:
-        if self._rooms is not None:
-            self._rooms.update(spot)
-        if self._waits is not None:
-            heapq.heappush(self._waits, self._wait(spot))
 
     def _decode_ns(self, request: RequestView) -> int:
         """How long it takes to draw the whole answer."""

@@ -97,13 +97,13 @@ class NearRooms:
             groups = [it.seats[: self._fewest(it.seats, tokens)] for it in servers]
             return _spots(min(groups, key=_cost))
         racks: dict[int, list[_Server]] = {}
-        for server in self._servers.values():
+        for server in sorted(filter(_has_seats, self._servers.values()), key=_first_seat):
             racks.setdefault(server.rack, []).append(server)
         wide = [it for it in racks.values() if sum(s.room for s in it) >= tokens]
         if wide:
             return _spots(min((self._within(it, tokens) for it in wide), key=_wide_cost))
         chosen: list[_Server] = []
-        for rack in sorted(racks.values(), key=_rack_preference):
+        for rack in sorted(racks.values(), key=lambda it: -sum(s.room for s in it)):
             if sum(it.room for it in chosen) < tokens:
                 chosen += rack
         if sum(it.room for it in chosen) < tokens:
@@ -111,10 +111,10 @@ class NearRooms:
         return _spots(self._within(chosen, tokens))
 
     def _within(self, servers: list[_Server], tokens: int) -> list[Seat]:
-        """The fewest instances on the fewest of these servers."""
+        """The fewest instances on the fewest of these servers; of equal ones the first."""
         seats: list[Seat] = []
         missing = tokens
-        for server in sorted(servers, key=_server_preference):
+        for server in sorted(servers, key=lambda it: -it.room):
             if missing > 0:
                 seats += server.seats
                 missing -= server.room
@@ -162,10 +162,9 @@ def _wide_cost(seats: list[Seat]) -> tuple[int, int, Seat]:
     return len(servers), len(seats), max(seats)
 
 
-def _server_preference(server: _Server) -> tuple[int, tuple[int, ...]]:
-    return -server.room, server.seats[0][:3] if server.seats else ()
+def _has_seats(server: _Server) -> bool:
+    return bool(server.seats)
 
 
-def _rack_preference(servers: list[_Server]) -> tuple[int, tuple[int, ...]]:
-    first = min((it.seats[0][:3] for it in servers if it.seats), default=())
-    return -sum(it.room for it in servers), first
+def _first_seat(server: _Server) -> Seat:
+    return server.seats[0]

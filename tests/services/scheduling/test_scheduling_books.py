@@ -66,11 +66,11 @@ def test_any_moves_agree_with_a_list_of_holdings(
         fits = all(u + n <= c for u, n, c in zip(used, amounts, CAPACITIES, strict=True))
         wanted = dict(zip(ids, amounts, strict=True))
         if kind == "reserve" and fits and not owns:
-            ledger.reserve(owner, wanted)
+            ledger.reserve(owner, dict(wanted))
             held |= {(which, owner, at): n for at, n in enumerate(amounts)}
         elif kind == "reserve":
             with pytest.raises(AssertionError):
-                ledger.reserve(owner, wanted)
+                ledger.reserve(owner, dict(wanted))
         else:
             at = amounts[0] % 3
             ledger.give_back(owner, ids[at])

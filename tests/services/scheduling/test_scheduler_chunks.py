@@ -1,0 +1,235 @@
+"""Plans of several steps: a prompt in chunks, the slots of all of them reserved at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from scheduler_desk import Desk, only
+
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.decisions import (
+    Decision,
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    StartPlan,
+    Trial,
+    WakeAt,
+)
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.view import PairView, View
+
+P0, P1, D0 = instance_id(1, 0), instance_id(1, 1), instance_id(2, 0)
+
+
+def step(group: tuple[int, ...], bounds: tuple[int, ...], *pieces: PlannedPiece) -> PlannedStep:
+    return PlannedStep(
+        group=group, bounds=bounds, pieces=pieces, strategy="ring_kv", predicted_ns=1000
+    )
+
+
+CHUNKS = StartPlan(
+    steps=(
+        step((P0,), (0, 100), PlannedPiece(1, 0, 100)),
+        step((P1, P0), (0, 150, 300), PlannedPiece(1, 100, 300)),
+        step((P0, P1), (0, 10, 200), PlannedPiece(1, 400, 100), PlannedPiece(2, 0, 100)),
+    ),
+    decode=(
+        DecodePlacement(1, (cmd.Share(D0, 0, 500),), D0),
+        DecodePlacement(2, (cmd.Share(D0, 0, 100),), D0),
+    ),
+)
+
+
+class Scripted:
+    """A policy that decides what it is told, once."""
+
+    name, digest = "scripted", ""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions: Sequence[Decision] = decisions
+        self._real = make_policy("csps")
+
+    def line(self, prompt_tokens: int, pairs: object) -> str:
+        return "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        decisions, self.decisions = self.decisions, ()
+        return decisions
+
+    def trial(self, pair: PairView) -> Trial:
+        return self._real.trial(pair)
+
+
+def desk(*decisions: Decision) -> Desk:
+    made = Desk(Scripted(*decisions))  # type: ignore[arg-type]
+    made.ready()
+    return made
+
+
+def submitted(made: Desk) -> list[cmd.AnyCommand]:
+    return made.turn(made.submit(500, 10), made.submit(100, 10))
+
+
+def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
+    commands = submitted(desk(CHUNKS))
+    first, second, third = only(commands, cmd.RunStep)
+    one, two = (it.sequence for it in only(commands, cmd.Reserve))
+    assert first.history == ((),)
+    assert second.history == ((cmd.Share(P0, 0, 100),),)
+    history = (cmd.Share(P0, 0, 100), cmd.Share(P1, 100, 250), cmd.Share(P0, 250, 400))
+    assert third.history == (history, ())
+    assert third.pieces == (cmd.Piece(one, 400, 100), cmd.Piece(two, 0, 100))
+    assert [type(it) for it in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
+
+
+def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
+    made = desk(CHUNKS)
+    commands = submitted(made)
+    steps = only(commands, cmd.RunStep)
+    one, two = (it.sequence for it in only(commands, cmd.Reserve))
+    done = [
+        ev.StepDone(step=it.step, instance=instance, took_ns=10)
+        for it in steps
+        for instance in it.group
+    ]
+    for event in done[:-1]:
+        assert made.turn(event) == []
+        assert made.scheduler.counts.prefill_kv == 600 / 8000
+    made.turn(ev.FirstToken(sequence=one), ev.FirstToken(sequence=two), done[-1])
+    assert made.scheduler.counts.prefill_kv == 0
+
+
+def test_a_request_in_chunks_lacks_its_first_token_only_after_the_last() -> None:
+    made = desk(CHUNKS)
+    steps = only(submitted(made), cmd.RunStep)
+    done = [
+        ev.StepDone(step=it.step, instance=instance, took_ns=10)
+        for it in steps
+        for instance in it.group
+    ]
+    assert made.turn(*done[:-1]) == []
+    assert len(only(made.turn(done[-1]), cmd.Restart)) == 2
+
+
+def test_a_gang_that_dies_between_chunks_gives_everything_back() -> None:
+    made = desk(CHUNKS)
+    commands = submitted(made)
+    first = only(commands, cmd.RunStep)[0]
+    made.turn(ev.StepDone(step=first.step, instance=P0, took_ns=10))
+    commands = made.turn(ev.GangDown(gang=1, reason="died"))
+    assert len(only(commands, cmd.Restart)) == 2
+    assert made.scheduler.counts.waiting == 2
+
+
+# --- decisions that are not sound --------------------------------------------------------------
+
+
+def changed(**changes: object) -> StartPlan:
+    """A plan of one step for request 1, with something wrong."""
+    sound = {
+        "group": (P0, P1),
+        "bounds": (0, 250, 500),
+        "pieces": (PlannedPiece(1, 0, 500),),
+        "shares": (cmd.Share(D0, 0, 500),),
+        "master": D0,
+        **changes,
+    }
+    planned = step(sound["group"], sound["bounds"], *sound["pieces"])  # type: ignore[arg-type,misc]
+    placement = DecodePlacement(1, sound["shares"], sound["master"])  # type: ignore[arg-type]
+    return StartPlan(steps=(planned,), decode=(placement,))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (changed(group=(P0, P0)), "group and bounds"),
+        (changed(bounds=(0, 500)), "group and bounds"),
+        (changed(bounds=(1, 250, 500)), "first token"),
+        (changed(bounds=(0, 250, 499)), "bounds miss tokens"),
+        (changed(bounds=(0, 0, 500)), "an empty part"),
+        (changed(group=(P0, D0)), "another gang"),
+        (changed(group=(D0,), bounds=(0, 500)), "no pair"),
+        (changed(master=P0), "no pair"),
+        (changed(shares=(cmd.Share(P0, 0, 500),)), "another gang"),
+        (changed(shares=(cmd.Share(D0, 0, 499),)), "without a place"),
+        (changed(shares=(cmd.Share(D0, 1, 500),)), "gaps in the KV"),
+        (changed(pieces=(PlannedPiece(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
+        (changed(pieces=(PlannedPiece(1, 100, 500),)), "out of order"),
+        (changed(pieces=(PlannedPiece(9, 0, 500),)), "is over"),
+        (
+            changed(
+                pieces=(PlannedPiece(1, 0, 500), PlannedPiece(2, 0, 100)), bounds=(0, 250, 600)
+            ),
+            "a placement for every request",
+        ),
+        (
+            changed(pieces=(PlannedPiece(3, 0, 100),), bounds=(0, 50, 100)),
+            "not the whole prompt",
+        ),
+    ],
+)
+def test_a_decision_that_is_not_sound_changes_nothing(plan: StartPlan, message: str) -> None:
+    made = desk(plan)
+    with pytest.raises(AssertionError, match=message):
+        made.turn(made.submit(500, 10), made.submit(100, 10), made.submit(100, 10, cls="fast"))
+    made.scheduler.check_integrity()
+    assert made.scheduler.counts == (0, 3, 0.0, 0.0)
+
+
+def test_a_good_plan_is_not_applied_when_another_is_bad() -> None:
+    twice = changed()
+    made = desk(twice, twice)
+    with pytest.raises(AssertionError, match="is started twice"):
+        made.turn(made.submit(500, 10))
+    assert made.scheduler.counts == (0, 1, 0.0, 0.0)
+
+
+def test_plans_together_must_fit_the_free_slots() -> None:
+    """Each of them would fit alone."""
+    whole = changed(group=(P0,), bounds=(0, 3000), pieces=(PlannedPiece(1, 0, 3000),),
+                    shares=(cmd.Share(D0, 0, 3000),))  # fmt: skip
+    (one,), (placement,) = whole.steps, whole.decode
+    other = StartPlan(
+        steps=(msgspec.structs.replace(one, pieces=(PlannedPiece(2, 0, 3000),)),),
+        decode=(msgspec.structs.replace(placement, request=2),),
+    )
+    made = desk(whole, other)
+    with pytest.raises(AssertionError, match="6000 slots of 4000"):
+        made.turn(made.submit(3000, 10), made.submit(3000, 10))
+
+
+def test_requests_of_several_classes_share_no_step() -> None:
+    plan = StartPlan(
+        steps=(step((P0,), (0, 200), PlannedPiece(1, 0, 100), PlannedPiece(2, 0, 100)),),
+        decode=(
+            DecodePlacement(1, (cmd.Share(D0, 0, 100),), D0),
+            DecodePlacement(2, (cmd.Share(D0, 0, 100),), D0),
+        ),
+    )
+    made = desk(plan)
+    with pytest.raises(AssertionError, match="several classes"):
+        made.turn(made.submit(100, 10), made.submit(100, 10, cls="fast"))
+
+
+def test_a_policy_may_ask_to_be_asked_again() -> None:
+    policy = Scripted(WakeAt(at_ns=5_000_000_000))
+    made = Desk(policy).ready()  # type: ignore[arg-type]
+    made.turn(made.submit(500, 10))
+    assert made.wake_at_ns == 5_000_000_000
+    policy.decisions = (changed(),)
+    assert len(only(made.wait(), cmd.RunStep)) == 1
+    assert made.wake_at_ns != 5_000_000_000
+
+
+def test_a_wake_that_nobody_needs_any_more_is_not_asked_for_again() -> None:
+    policy = Scripted(WakeAt(at_ns=5_000_000_000))
+    made = Desk(policy).ready()  # type: ignore[arg-type]
+    made.turn(made.submit(500, 10))
+    made.turn(ev.Cancelled(request=1))
+    made.wait()
+    assert made.wake_at_ns is None
