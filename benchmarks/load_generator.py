@@ -158,6 +158,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores",
         "load_average": os.getloadavg(),
         "nice": os.nice(0),
+        "real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "load": vars(load),
         "slo": {"ttft": SLO_TTFT_MS, "tpot": SLO_TPOT_MS},
         "tools": {},

@@ -55,6 +55,11 @@ class Answer:
             self.error = "the stream ended early"
 
     @property
+    def end_ns(self) -> int:
+        """When its last token came, which may have no text: the end of the sequence."""
+        return max(self._ended_ns, self.chunk_ns[-1])
+
+    @property
     def text(self) -> str:
         """All of it."""
         return "".join(self.texts)

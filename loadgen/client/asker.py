@@ -116,7 +116,7 @@ class Asker:
             scheduled_ns=min(scheduled_ns, sent_ns),
             sent_ns=sent_ns,
             chunk_ns=tuple(ns - self._begin_ns for ns in answer.chunk_ns),
-            finished_ns=self.now_ns(),
+            finished_ns=answer.end_ns - self._begin_ns if done else self.now_ns(),
             input_tokens=answer.usage.get("prompt_tokens") or request.input_length,
             output_tokens=answer.usage.get("completion_tokens") or len(answer.chunk_ns),
             status=status,

@@ -1,9 +1,9 @@
 """One HTTP/1.1 connection of a load generator: bytes out, stamped bytes in.
 
 A protocol on the event loop itself, with httptools' parser: pieces are stamped when they are read
-from the socket, not when a task gets to run. httpx spends about ten times the processor time on a
-streamed answer, and on a machine that also runs the server the load generator would measure itself
-(docs/load-testing.md has the figures).
+from the socket, not when a task gets to run. httpx spends three times the processor time on a
+streamed answer and more, and on a machine that also runs the server the load generator would
+measure itself; aiohttp spends as much as this (docs/load-testing.md has the figures).
 """
 
 from __future__ import annotations

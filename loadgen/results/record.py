@@ -25,7 +25,7 @@ class RequestRecord:
     chunk_ns: tuple[int, ...]
     """When each piece of the answer came."""
     finished_ns: int
-    """When nothing more came, for whatever reason."""
+    """When its last token came, with or without text, or what ended it instead."""
     input_tokens: int
     output_tokens: int
     status: Status = "completed"
@@ -59,8 +59,8 @@ class RequestRecord:
 
     @property
     def e2el_s(self) -> float:
-        """To the last one."""
-        return (self.chunk_ns[-1] - self.scheduled_ns) / 1e9
+        """To its end."""
+        return (self.finished_ns - self.scheduled_ns) / 1e9
 
     @property
     def tpot_s(self) -> float | None:

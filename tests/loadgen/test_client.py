@@ -75,6 +75,15 @@ def test_pieces_may_end_anywhere(cuts: list[int], newline: str) -> None:
     assert answer.usage["completion_tokens"] == 4
 
 
+def test_an_answer_ends_with_its_last_token_even_if_that_has_no_text() -> None:
+    answer = Answer()
+    for stamp, piece in ((3, text_events(" a", "")[0]), (9, text_events(" a", "")[1])):
+        answer.feed(piece, stamp)
+    answer.feed(event("[DONE]"), 20)
+    answer.finish(200, 21)
+    assert (answer.chunk_ns, answer.end_ns) == ([3], 9)
+
+
 async def test_a_good_answer() -> None:
     record = await ask_once(answer_ok)
     assert record.completed
