@@ -44,9 +44,11 @@ class _Choice:
 
     def group(self, places: list[Location]) -> list[Location] | None:
         """The fewest of these places that hold what is wanted, on the fewest servers and racks."""
-        for near in (_rack, _server, _itself):
-            places = self._fewest(places, near)
-        return places if self._room_of(places) >= self.wanted else None
+        # Which rack a server is in has done its part: of equal ones the preferred is taken.
+        chosen = sorted(self._fewest(places, _rack), key=places.index)
+        for near in (_server, _itself):
+            chosen = self._fewest(chosen, near)
+        return chosen if self._room_of(chosen) >= self.wanted else None
 
     def _fewest(self, places: list[Location], near: Near) -> list[Location]:
         """As many parts as it takes, or all, those with the most room first; of equal ones, the

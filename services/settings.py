@@ -19,8 +19,8 @@ from csps.protocols.topology import Topology
 from csps.services.scheduling.policies.choice import make_policy
 
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Duration = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -97,7 +97,7 @@ class SchedulingSettings(Section):
 
     @model_validator(mode="after")
     def _policy_takes_the_options(self) -> Self:
-        make_policy(self.policy, self.options)
+        make_policy(self.policy, self.options, beside=type(self).model_fields)
         return self
 
 

@@ -36,6 +36,20 @@ from csps.services.settings import Settings
         ),
         ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: Input should be greater than or"),
         ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: Input should be a fini"),
+        ({"scheduling": {"polcy": "csps"}}, "has no option 'polcy'; did you mean 'policy'?"),
+        (
+            {"scheduling": {"policy": "fixed_sp", "short_tokens": 5}},
+            "scheduling: policy fixed_sp has no option 'short_tokens'; it is one of csps",
+        ),
+        (
+            {"scheduling": {"overtaking_s": float("inf")}},
+            "scheduling: option overtaking_s must be finite, not inf",
+        ),
+        (
+            {"scheduling": {"max_batch": 0}},
+            "scheduling: option max_batch must be at least 1, not 0",
+        ),
+        ({"deadlines": {"landing_s": float("inf")}}, "deadlines.landing_s: Input should be a fini"),
         ([], "Input should be a valid dictionary"),
     ],
 )

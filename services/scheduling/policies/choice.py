@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -21,12 +22,15 @@ _POLICIES: dict[str, tuple[type[Any], Callable[[Any, DecodeOptions], Policy]]] =
 }
 
 
-def make_policy(name: str, options: Mapping[str, object] | None = None) -> Policy:
+def make_policy(
+    name: str, options: Mapping[str, object] | None = None, *, beside: Iterable[str] = ()
+) -> Policy:
     """A policy with its options.
 
     Args:
         name: as in the settings.
         options: by name; those of decoding stand beside the policy's own.
+        beside: what else may stand where the options do, and may have been meant.
 
     Raises:
         ConfigError: an unknown name or option, or a value that is out of range.
@@ -38,9 +42,20 @@ def make_policy(name: str, options: Mapping[str, object] | None = None) -> Polic
     decode = _pick(DecodeOptions, given)
     chosen = _pick(of_policy, given)
     for option in given:
-        known = [it.name for kind in (of_policy, DecodeOptions) for it in fields(kind)]
-        raise ConfigError(f"policy {name} has no option {abridged(option)}{nearest(option, known)}")
+        known = [*_names(of_policy), *_names(DecodeOptions), *beside]
+        hint = _whose(option) or nearest(option, known)
+        raise ConfigError(f"policy {name} has no option {abridged(option)}{hint}")
     return policy(chosen, decode)
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [it.name for it in fields(kind)]
+
+
+def _whose(option: str) -> str:
+    """Text to append for an option that another policy has."""
+    owners = [name for name, (kind, _) in _POLICIES.items() if option in _names(kind)]
+    return f"; it is one of {owners[0]}" if owners else ""
 
 
 def _pick(kind: type[Options], given: dict[str, object]) -> Options:
@@ -57,4 +72,6 @@ def _number(name: str, value: object, kind: object) -> object:
     if isinstance(value, bool) or not isinstance(value, allowed):
         what = "a number" if kind == "float" else "a whole number"
         raise ConfigError(f"option {name} must be {what}, not {abridged(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"option {name} must be finite, not {value}")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from csps.protocols.errors import ConfigError
+from csps.services.scheduling.policies.option_checks import check_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,9 @@ class CspsOptions:
     loop must not stand still while hundreds are placed."""
 
     def __post_init__(self) -> None:
-        counts = (self.jobs_per_instance, self.look_ahead, self.most_starts)
-        if min(self.spt_tokens, self.urgent_batch_tokens, *counts) < 1:
-            raise ConfigError(f"options must be positive: {self}")
-        if self.short_tokens < 0 or self.overtaking_s < 0:
-            raise ConfigError(f"options must not be negative: {self}")
+        check_least(self, 1, "spt_tokens", "urgent_batch_tokens", "jobs_per_instance")
+        check_least(self, 1, "look_ahead", "most_starts")
+        check_least(self, 0, "short_tokens", "overtaking_s")
 
     @property
     def overtaking_ns(self) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.option_checks import check_least
 from csps.services.scheduling.shares import level_shares
 from csps.services.scheduling.view import GangView
 
@@ -25,8 +25,7 @@ class DecodeOptions:
     """Requests on a decode gang at the same time, landing ones included."""
 
     def __post_init__(self) -> None:
-        if self.spread_tokens < 1 or self.max_batch < 1:
-            raise ConfigError(f"options of decoding must be positive: {self}")
+        check_least(self, 1, "spread_tokens", "max_batch")
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from csps.protocols.errors import ConfigError
 from csps.services.scheduling.cost import GroupShape
 from csps.services.scheduling.decisions import (
     Blocked,
@@ -24,6 +23,7 @@ from csps.services.scheduling.decisions import (
     Trial,
 )
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
+from csps.services.scheduling.policies.option_checks import check_least
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
@@ -40,8 +40,7 @@ class FixedSpOptions:
     """Steps that a group is given at a time, one to run and others to follow without a gap."""
 
     def __post_init__(self) -> None:
-        if self.sp < 1 or self.steps_per_group < 1:
-            raise ConfigError(f"options must be positive: {self}")
+        check_least(self, 1, "sp", "steps_per_group")
 
 
 class FixedSp:
