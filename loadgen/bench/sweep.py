@@ -24,6 +24,8 @@ SLO_FACTOR = 25.0
 """LoongServe's."""
 ATTAINMENT = 0.9
 LIGHT_PROMPTS = 20
+NUM_PROMPTS = 100
+MIN_DURATION_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,12 +52,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     group.add_argument("--max-failed", type=float, default=0.0, help="share of requests (0)")
     group.add_argument("--light-prompts", type=int, default=LIGHT_PROMPTS, help="without load")
+    group.add_argument(
+        "--min-duration",
+        type=float,
+        default=MIN_DURATION_S,
+        metavar="SECONDS",
+        help="more requests than --num-prompts where these would arrive in less (30)",
+    )
     group.add_argument("--max-rate", type=options.positive, default=math.inf)
     group.add_argument("--tolerance", type=options.positive, default=0.1)
     group.add_argument("--max-runs", type=int, default=12)
     arguments = parser.parse_args(argv)
-    if arguments.dataset_name == "random" and arguments.num_prompts is None:
-        arguments.num_prompts = 100
+    arguments.num_prompts = arguments.num_prompts or NUM_PROMPTS
     return arguments
 
 
@@ -127,7 +135,9 @@ class Sweep:
         return search.kept
 
     async def _try(self, target: Target, limits: Limits, rate: float) -> bool:
-        at_rate = _changed(self._arguments, request_rate=rate)
+        # A few requests at once are no load, however high their rate.
+        requests = max(self._arguments.num_prompts, math.ceil(rate * self._arguments.min_duration))
+        at_rate = _changed(self._arguments, request_rate=rate, num_prompts=requests)
         result = await self._measure(target, at_rate, self._label, limits)
         return bool(result["slo_kept"])
 
