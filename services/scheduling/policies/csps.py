@@ -77,7 +77,7 @@ class _Trial:
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """What fits on one instance also fits on a group, so that short prompts need no trial of
         their own."""
-        if self._decode.place(prompt_tokens, output_tokens) is None:
+        if not self._decode.has_room(prompt_tokens, output_tokens):
             return False
         return self._rooms.group(prompt_tokens) is not None
 

@@ -61,22 +61,26 @@ class DecodeOverlay:
         self._largest = -1
         """Slots of the instance that has most; less than none if that is not known."""
 
+    def has_room(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether `place` finds a place: slots enough together, and for the answer on one."""
+        if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
+            return False
+        if self._largest < 0:
+            self._largest = max(it.free for it in self._holders.values())
+        return output_tokens <= self._largest
+
     def place(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
         """Choose the holders of a request's KV and its master; None while there is no room.
 
         As few instances as `spread_tokens` asks for, the freest first; more if those have no room.
         """
-        if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
+        if not self.has_room(prompt_tokens, output_tokens):
             return None
         wanted = -(-prompt_tokens // self._options.spread_tokens)
         if wanted == 1:
             first = self._holders[self._freest[0][1]]
             if first.free >= prompt_tokens + output_tokens:
                 return Placed((Share(first.id, 0, prompt_tokens),), first.id)
-        if self._largest < 0:
-            self._largest = max(it.free for it in self._holders.values())
-        if output_tokens > self._largest:
-            return None
         return self._spread(prompt_tokens, output_tokens, wanted)
 
     def take(self, placed: Placed, output_tokens: int) -> None:

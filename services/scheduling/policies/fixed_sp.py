@@ -150,7 +150,7 @@ class _Groups:
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Whether anything of the groups and of decode is enough for a request."""
-        if self._decode.place(prompt_tokens, output_tokens) is None:
+        if not self._decode.has_room(prompt_tokens, output_tokens):
             return False
         return any(it.shares(prompt_tokens) is not None for it in self._groups)
 
