@@ -64,6 +64,11 @@ class Gangs:
             self._turn.emit(ResetGang(gang=gang.id, reason=reason))
             self._pair()
 
+    def hear(self, instance: InstanceId) -> None:
+        """An instance gave a sign of life."""
+        if (it := self.instances.get(instance)) is not None:
+            it.heard_ns = self._turn.now_ns
+
     def lives(self, gang: Gang) -> bool:
         """The gang has not gone down."""
         return self.by_id.get(gang.id) is gang

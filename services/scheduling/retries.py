@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from csps.protocols.errors import CspsError, DeadlineExceeded, GangLost, ProtocolError
+from csps.protocols.errors import CspsError, DeadlineExceeded, GangLost
 from csps.services.scheduling.commands import Restart
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId, SequenceId
@@ -98,11 +98,6 @@ class Retries:
     def broken(self, sequence: Sequence, error: CspsError) -> None:
         """Something is wrong with the sequence on gangs that live."""
         self.failed(sequence, wire_error(error))
-
-    def landed(self, sequence: Sequence, wrong: str | None) -> None:
-        """KV arrived; not as promised, if something is `wrong`."""
-        if wrong is not None:
-            self.broken(sequence, ProtocolError(wrong))
 
     def landing_deadline_ns(self, sequence: Sequence) -> int:
         """How long a sequence's KV may take from its first token on."""

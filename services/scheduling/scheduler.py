@@ -16,30 +16,31 @@ depends on hashes: the same batches give the same commands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from csps.protocols.errors import GangLost, ProtocolError
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.commands import AnyCommand
 from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.events import AnyEvent, WireError
 from csps.services.scheduling.fit import Fit
+from csps.services.scheduling.gang_events import GangEvents
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.integrity import check_books
-from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
+from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.live_view import LiveView
 from csps.services.scheduling.plans import Plans
+from csps.services.scheduling.request_events import RequestEvents
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.retries import Retries
 from csps.services.scheduling.sequences import Sequences
 from csps.services.scheduling.silence import Silence
-from csps.services.scheduling.state import Instance, Line, Pair, Request
+from csps.services.scheduling.state import Instance
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn, wire_error
-from csps.services.scheduling.view import RequestView
+from csps.services.scheduling.watch import Watch
 
 
 class Outcome(NamedTuple):
@@ -80,32 +81,51 @@ class Scheduler:
         deadlines: DeadlineSettings | None = None,
     ) -> None:
         limits, deadlines = limits or QueueLimits(), deadlines or DeadlineSettings()
-        self._policy, self._costs, self._deadlines = policy, costs, deadlines
-        self._turn, self._timers = Turn(), Timers()
-        self._gangs = Gangs(self._turn)
-        self._steps = Steps(self._turn)
-        self._sequences = Sequences(self._turn, self._timers, self._gangs)
-        self._requests = Requests(
-            turn=self._turn,
-            timers=self._timers,
-            gangs=self._gangs,
-            sequences=self._sequences,
+        self._policy, self._costs = policy, costs
+        self._turn = turn = Turn()
+        self._timers = timers = Timers()
+        self._gangs = gangs = Gangs(turn)
+        self._steps = steps = Steps(turn)
+        self._sequences = sequences = Sequences(turn, timers, gangs)
+        self._requests = requests = Requests(
+            turn=turn,
+            timers=timers,
+            gangs=gangs,
+            sequences=sequences,
             policy=policy,
             limits=limits,
         )
-        self._retries = Retries(self._turn, self._requests, self._sequences, limits, deadlines)
+        retries = Retries(turn, requests, sequences, limits, deadlines)
         self._plans = Plans(
-            turn=self._turn,
-            gangs=self._gangs,
-            requests=self._requests,
-            sequences=self._sequences,
-            steps=self._steps,
+            turn=turn,
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
             deadlines=deadlines,
         )
-        self._silence = Silence(self._gangs, self._steps, deadlines)
-        self._watch_ns: int | None = None
-        self._view = _View(self._turn, self._gangs, self._requests, costs)
-        self._handlers = self._table()
+        silence = Silence(gangs, steps, deadlines)
+        self._watch = Watch(turn, gangs, requests, silence, deadlines)
+        self._view = LiveView(turn, gangs, requests, costs)
+        of_requests = RequestEvents(
+            turn=turn,
+            timers=timers,
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
+            retries=retries,
+        )
+        of_gangs = GangEvents(
+            gangs=gangs, requests=requests, sequences=sequences, steps=steps, retries=retries
+        )
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            **of_requests.handlers,
+            **of_gangs.handlers,
+            ev.Calibrated: self._calibrated,
+            ev.Wake: self._wake,
+            ev.Drain: self._drain,
+        }
 
     # --- the executor's side ---
 
@@ -124,11 +144,11 @@ class Scheduler:
         for event in events:
             self._handlers[type(event)](event)
         self._timers.run_due(turn.now_ns)
-        self._watch()
+        self._watch.look()
         self._sequences.join()
         self._ask_again()
         self._decide()
-        self._watch_next()
+        self._watch.plan()
         return Outcome(turn.commands, self._wake_at_ns())
 
     def refusal(self, prompt_tokens: int, output_tokens: int, cls: str) -> WireError | None:
@@ -168,122 +188,7 @@ class Scheduler:
         """Assert that no slot, step, sequence or request was lost track of."""
         check_books(self._gangs, self._requests, self._sequences, self._steps)
 
-    # --- events ---
-
-    def _table(self) -> dict[type, Callable[..., None]]:
-        return {
-            ev.Submitted: self._requests.submit,
-            ev.Committed: self._committed,
-            ev.Cancelled: self._cancelled,
-            ev.FirstToken: self._first_token,
-            ev.Landed: self._landed,
-            ev.Freed: self._freed,
-            ev.Finished: self._finished,
-            ev.Failed: self._failed,
-            ev.Progress: self._progress,
-            ev.StepDone: self._step_done,
-            ev.GangUp: self._gang_up,
-            ev.GangDown: self._gang_down,
-            ev.LinkUp: self._link_up,
-            ev.LinkDown: self._link_down,
-            ev.Heard: self._heard,
-            ev.Calibrated: self._calibrated,
-            ev.Wake: self._wake,
-            ev.Drain: self._drain,
-        }
-
-    def _committed(self, event: ev.Committed) -> None:
-        if (request := self._requests.live.get(event.request)) is not None:
-            request.committed = True
-
-    def _cancelled(self, event: ev.Cancelled) -> None:
-        if (request := self._requests.live.get(event.request)) is not None:
-            self._requests.end(request)
-
-    def _first_token(self, event: ev.FirstToken) -> None:
-        sequence = self._sequences.serving(event.sequence)
-        if sequence is None:
-            if (closed := self._sequences.closed_now.get(event.sequence)) is not None:
-                self._retries.delivered(closed.id, closed.drawn_before + 1)
-            return
-        self._sequences.first_token(sequence)
-        if sequence.unlanded:
-            late_ns = self._turn.now_ns + self._retries.landing_deadline_ns(sequence)
-            late = partial(self._retries.landing_is_late, sequence)
-            sequence.landing_timer = self._timers.at(late_ns, late)
-
-    def _landed(self, event: ev.Landed) -> None:
-        self._hear(event.instance)
-        if (sequence := self._sequences.serving(event.sequence)) is not None:
-            wrong = self._sequences.landed(sequence, event.instance, event.tokens)
-            self._retries.landed(sequence, wrong)
-
-    def _freed(self, event: ev.Freed) -> None:
-        self._hear(event.instance)
-        if (sequence := self._sequences.by_id.get(event.sequence)) is not None:
-            self._sequences.freed(sequence, event.instance)
-
-    def _finished(self, event: ev.Finished) -> None:
-        if (sequence := self._sequences.serving(event.sequence)) is not None:
-            self._sequences.finish(sequence, event.drawn)
-            self._requests.end(sequence.request)
-        else:
-            self._retries.finished_late(event.sequence)
-
-    def _failed(self, event: ev.Failed) -> None:
-        self._retries.delivered(event.sequence, event.drawn)
-        if (sequence := self._sequences.serving(event.sequence)) is not None:
-            self._retries.failed(sequence, event.error, retryable=event.retryable)
-
-    def _progress(self, event: ev.Progress) -> None:
-        for number, drawn in event.drawn:
-            self._retries.delivered(number, drawn)
-
-    def _step_done(self, event: ev.StepDone) -> None:
-        self._hear(event.instance)
-        step = self._steps.by_id.get(event.step)
-        if step is None or event.instance not in step.undone:
-            return
-        instance = self._gangs.instances[event.instance]
-        for sequence in self._steps.done(step, instance, event.took_ns):
-            if not sequence.over and sequence.first_token_ns is None:
-                # The rank that draws says so before it reports, so no token is on its way.
-                error = ProtocolError("a prefill step ended without its first token")
-                self._retries.broken(sequence, error)
-
-    def _gang_up(self, event: ev.GangUp) -> None:
-        gang = self._gangs.up(event)
-        self._steps.ledger.add(gang)
-        self._sequences.ledger.add(gang)
-        self._paired()
-
-    def _gang_down(self, event: ev.GangDown) -> None:
-        if (gang := self._gangs.by_id.get(event.gang)) is None:
-            return
-        self._gangs.down(gang)
-        self._steps.drop(gang)
-        self._retries.gang_lost(gang, event.reason)
-
-    def _link_up(self, event: ev.LinkUp) -> None:
-        self._gangs.link(event.prefill, event.decode)
-        self._paired()
-
-    def _link_down(self, event: ev.LinkDown) -> None:
-        self._gangs.unlink(event.prefill, event.decode)
-        self._retries.link_lost(event.prefill, event.decode, event.reason)
-
-    def _paired(self) -> None:
-        """Requests came before the gangs, or have waited for larger ones than these."""
-        if self._gangs.pairs:
-            self._requests.sort_again()
-
-    def _heard(self, event: ev.Heard) -> None:
-        for instance in event.instances:
-            self._hear(instance)
-
-    def _hear(self, instance: int) -> None:
-        if (it := self._gangs.instances.get(instance)) is not None:
-            it.heard_ns = self._turn.now_ns
+    # --- turns ---
 
     def _calibrated(self, event: ev.Calibrated) -> None:
         self._costs.use(event.digest)
@@ -295,39 +200,9 @@ class Scheduler:
     def _drain(self, event: ev.Drain) -> None:
         self._requests.admission.draining = True
 
-    # --- time ---
-
-    def _watch(self) -> None:
-        """Look at who is silent and at who waits for gangs in vain, once in a while."""
-        if self._watch_ns is not None and self._turn.now_ns >= self._watch_ns:
-            self._watch_ns = None
-            self._silence.check(self._turn.now_ns)
-            self._fail_for_want_of_gangs()
-
-    def _watch_next(self) -> None:
-        """Somebody may owe something since this turn, or nobody does any more."""
-        waits_for_gangs = not self._gangs.pairs and self._requests.admission.waiting
-        if not (waits_for_gangs or self._silence.watched):
-            self._watch_ns = None
-        elif self._watch_ns is None:
-            self._watch_ns = self._turn.now_ns + self._deadlines.watch_ns
-
-    def _fail_for_want_of_gangs(self) -> None:
-        unready_ns, limit_ns = self._gangs.unready_ns, self._deadlines.gang_recovery_ns
-        if unready_ns is None:
-            return
-        reason = f"no gangs to serve the request for {limit_ns / SECOND_NS:g} s"
-        error = wire_error(GangLost(reason))
-        for request in list(self._requests.live.values()):
-            since_ns = max(unready_ns, request.waiting_since_ns)
-            if request.waiting and self._turn.now_ns - since_ns > limit_ns:
-                self._requests.fail(request, error)
-
     def _wake_at_ns(self) -> int | None:
-        times = (self._timers.next_ns, self._watch_ns, self._turn.wake_ns)
+        times = (self._timers.next_ns, self._watch.next_ns, self._turn.wake_ns)
         return min((it for it in times if it is not None), default=None)
-
-    # --- deciding ---
 
     def _ask_again(self) -> None:
         """The policy's time may have come: once, even if there is nothing to decide on now."""
@@ -340,35 +215,6 @@ class Scheduler:
             return
         self._plans.apply(self._policy.decide(self._view))
         self._turn.stale = False
-
-
-class _View:
-    """The live state as `view.View`."""
-
-    def __init__(self, turn: Turn, gangs: Gangs, requests: Requests, costs: Costs) -> None:
-        self._turn, self._gangs, self._requests = turn, gangs, requests
-        self.cost = costs
-
-    @property
-    def now_ns(self) -> int:
-        return self._turn.now_ns
-
-    @property
-    def pairs(self) -> Sequence[Pair]:
-        return self._gangs.pairs
-
-    def waiting(self, line: Line) -> Sequence[Request]:
-        return self._requests.queue.line(line)
-
-    @property
-    def blocked(self) -> Sequence[Request]:
-        return self._requests.blocked
-
-    def blocked_ns(self, request: RequestView) -> int:
-        return self._requests.blocked_ns(self._requests.live[request.id])
-
-    def rate_30s(self) -> int:
-        return self._requests.rate_30s
 
 
 def _usage(instances: Iterable[Instance]) -> float:

@@ -1,0 +1,41 @@
+"""The live state as policies see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from csps.services.scheduling.cost import Costs
+from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.requests import Requests
+from csps.services.scheduling.state import Line, Pair, Request
+from csps.services.scheduling.turn import Turn
+from csps.services.scheduling.view import RequestView
+
+
+class LiveView:
+    """A `view.View` that copies nothing."""
+
+    def __init__(self, turn: Turn, gangs: Gangs, requests: Requests, costs: Costs) -> None:
+        self._turn, self._gangs, self._requests = turn, gangs, requests
+        self.cost = costs
+
+    @property
+    def now_ns(self) -> int:
+        return self._turn.now_ns
+
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        return self._gangs.pairs
+
+    def waiting(self, line: Line) -> Sequence[Request]:
+        return self._requests.queue.line(line)
+
+    @property
+    def blocked(self) -> Sequence[Request]:
+        return self._requests.blocked
+
+    def blocked_ns(self, request: RequestView) -> int:
+        return self._requests.blocked_ns(self._requests.live[request.id])
+
+    def rate_30s(self) -> int:
+        return self._requests.rate_30s
