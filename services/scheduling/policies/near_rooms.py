@@ -108,7 +108,8 @@ class NearRooms:
                 chosen += rack
         if sum(it.room for it in chosen) < tokens:
             return None
-        return _spots(self._within(chosen, tokens))
+        # Which rack a server is in has done its part: of equal ones the preferred is taken.
+        return _spots(self._within(sorted(chosen, key=_first_seat), tokens))
 
     def _within(self, servers: list[_Server], tokens: int) -> list[Seat]:
         """The fewest instances on the fewest of these servers; of equal ones the first."""
