@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
@@ -131,6 +133,24 @@ def test_a_time_limit_ends_the_run_not_the_report(planted: str, tmp_path: Path) 
     assert 0 < result["completed"] < 60
     assert result["cancelled"] > 0
     assert result["num_prompts"] + result["not_sent"] == 1000
+
+
+def test_ctrl_c_ends_the_run_not_the_report(planted: str, tmp_path: Path) -> None:
+    httpx.get(f"{planted}/stamps")
+    words = ["--base-url", planted, "--request-rate", "5", "--save-result", "--quiet"]
+    command = [sys.executable, "-m", "csps.cli", "bench", "serve", *words]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not httpx.get(f"{planted}/stamps").json():
+            assert time.monotonic() < deadline, "nothing was sent"
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    assert "Cancelled requests:" in printed
+    (saved,) = tmp_path.glob("csps-5.0qps-planted-*.json")
+    result = read_result(saved)
+    assert result["not_sent"] > 900
+    assert result["completed"] + result["cancelled"] == result["num_prompts"] > 0
 
 
 def test_objectives_are_reported_apart(planted: str, tmp_path: Path) -> None:
