@@ -7,20 +7,16 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tiny_checkpoints import reference_model
+from tiny_checkpoints import reference_model, reference_steps
 from torch import Tensor
 from transformers import PreTrainedModel
 
 
 def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> tuple[list[int], Tensor]:
     """The `count` tokens after a prompt, and (count, vocab) fp32 log-probabilities."""
-    model, ids = _model(model_dir), [int(token) for token in prompt]
-    rows = []
-    with torch.inference_mode():
-        for _ in range(count):
-            rows.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1))
-            ids.append(int(rows[-1].argmax()))
-    return ids[len(prompt) :], torch.stack(rows)
+    steps = list(reference_steps(_model(model_dir), [int(token) for token in prompt], count))
+    tokens = [int(logits_v.argmax()) for logits_v in steps]
+    return tokens, torch.stack([logits_v.log_softmax(-1) for logits_v in steps])
 
 
 def greedy_tokens(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:

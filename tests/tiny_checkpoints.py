@@ -6,6 +6,7 @@ where a norm applied twice or a bias forgotten would not show.
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,21 @@ def reference_logits(model_dir: Path, token_ids: list[int]) -> Tensor:
     return logits
 
 
+def reference_steps(model: PreTrainedModel, token_ids: list[int], count: int) -> Iterator[Tensor]:
+    """(vocab,) logits that each of the `count` tokens after a prompt is drawn from, greedily."""
+    past, step = None, token_ids
+    for _ in range(count):
+        with torch.inference_mode():
+            out = model(torch.tensor([step]), past_key_values=past, use_cache=True)
+        past, logits_v = out.past_key_values, out.logits[0, -1]
+        step = [int(logits_v.argmax())]
+        yield logits_v
+
+
 def reference_tokens(model_dir: Path, token_ids: list[int], count: int) -> list[int]:
     """The `count` tokens that greedy decoding in transformers appends, past any end token."""
-    model = reference_model(model_dir)
-    generated = list(token_ids)
-    with torch.inference_mode():
-        for _ in range(count):
-            logits = model(torch.tensor([generated]), use_cache=False).logits[0, -1]
-            generated.append(int(logits.argmax()))
-    return generated[len(token_ids) :]
+    steps = reference_steps(reference_model(model_dir), token_ids, count)
+    return [int(logits_v.argmax()) for logits_v in steps]
 
 
 def random_tokens(count: int, *, seed: int = 0) -> list[int]:
