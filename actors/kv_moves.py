@@ -77,7 +77,7 @@ class KvMover:
             self._pool.allocate(move.rid, [move.span])
 
     def start(self, layer: int) -> None:
-        """Exchange a layer whose KV is in the pool of its present holders."""
+        """GeneratedResponse a layer whose KV is in the pool of its present holders."""
         self.finish()
         if not self._outgoing and not self._incoming:
             return

@@ -188,7 +188,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GeneratedResponse:
     """A group of sends and receives under way."""
 
     received: Pending
@@ -287,7 +287,7 @@ class Mesh:
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
-    ) -> Exchange:
+    ) -> GeneratedResponse:
         """`exchange` for those who use what has arrived before their own tensors are gone."""
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
@@ -302,20 +302,20 @@ class Mesh:
 
     def _single(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
-    ) -> Exchange:
+    ) -> GeneratedResponse:
         received = [self._data.recv([tensor], peer, tag) for peer, tensor in recvs]
         sent = [self._data.send([tensor], peer, tag) for peer, tensor in sends]
-        return Exchange(
+        return GeneratedResponse(
             received=Pending(received, [tensor for _, tensor in recvs], self._closed),
             sent=Pending(sent, [tensor for _, tensor in sends], self._closed),
         )
 
     def _grouped(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> Exchange:
+    ) -> GeneratedResponse:
         """NCCL would deadlock on ungrouped pairs: all of them go into one launch."""
         if not sends and not recvs:
-            return Exchange(Pending([], []), Pending([], []))
+            return GeneratedResponse(Pending([], []), Pending([], []))
         self._data._start_coalescing()
         for peer, tensor in recvs:
             self._data.recv([tensor], peer, 0)
@@ -323,7 +323,9 @@ class Mesh:
             self._data.send([tensor], peer, 0)
         works = [self._data._end_coalescing()]
         tensors = [tensor for _, tensor in (*recvs, *sends)]
-        return Exchange(received=Pending(works, tensors, self._closed), sent=Pending([], []))
+        return GeneratedResponse(
+            received=Pending(works, tensors, self._closed), sent=Pending([], [])
+        )
 
     def close(self) -> None:
         """Leave the world: pending operations fail, here and at peers that wait for this rank."""

@@ -18,9 +18,9 @@ import httpx
 import yaml
 
 from csps.protocols.errors import ConfigError
-from csps.services import ray_head
-from csps.services.deploy_config import read_config
-from csps.services.serve_command import RUN_DIR, deploy
+from csps.services.launch import ray_head
+from csps.services.launch.deploy_config import read_config
+from csps.services.launch.serve_command import RUN_DIR, deploy
 
 READY_S = 240.0
 """For Ray, the four deployments and both gangs."""

@@ -165,7 +165,7 @@ def _serve_bare(port: int, rate: float, streams: int) -> None:
 
 @contextmanager
 def _deployed(args: argparse.Namespace) -> Iterator[Server]:
-    from csps.services import ray_head
+    from csps.services.launch import ray_head
 
     with tempfile.TemporaryDirectory() as folder:
         head = ray_head.start_head(Path(folder), num_cpus=2)

@@ -26,7 +26,7 @@ from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.interval import wilson
 from csps.services.evaluation.local_answerer import LocalAnswerer
 from csps.services.evaluation.local_model import LocalModel
-from csps.services.settings import shipped_models
+from csps.services.launch.settings import shipped_models
 
 SHARED: Final = {1024: (10, 20), 4096: (4, 50), 16384: (2, 100), 65536: (1, 100)}
 """Haystacks, and two-step questions to each, by length; twice as many facts lie in a haystack."""

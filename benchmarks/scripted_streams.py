@@ -12,12 +12,12 @@ from starlette.applications import Starlette
 
 from csps.protocols.messages import TokenDrawn
 from csps.services.app import one_loop
-from csps.services.credentials import ApiKeys
-from csps.services.http_app import Api
-from csps.services.intake import Intake
-from csps.services.metrics import Metrics
-from csps.services.running import Generation, Running
-from csps.services.settings import Settings
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.settings import Settings
+from csps.services.router.running import Generation, Running
+from csps.services.telemetry.metrics import Metrics
 
 
 class ScriptedEngine:
@@ -70,7 +70,7 @@ class ScriptedMetrics(Metrics):
 
 def make_api(*, rate: float, streams: int) -> Starlette:
     """The application."""
-    intake = Intake(Settings())
+    intake = RequestParser(Settings())
     text = "The quick brown fox jumps over the lazy dog. " * 4
     script = intake.tokenizer.encode(text, add_special_tokens=False)
     engine = ScriptedEngine(script, rate=rate, streams=streams)

@@ -24,7 +24,7 @@ SERVICES_FROM = 100_000
 """Process numbers of what is no rank, beyond those of all ranks."""
 
 Record = Mapping[str, Any]
-"""A line of a span file; `csps.services.telemetry.span_record` says what is in it."""
+"""A line of a span file; `csps.services.telemetry.tracing.span_record` says what is in it."""
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ from testbed.network import Testbed, two_servers
 from timeline_export import Record, of_one_trace, read, span_files, trace_events
 
 from csps.protocols.errors import ConfigError
-from csps.services.settings import shipped_models
+from csps.services.launch.settings import shipped_models
 
 MODELS = ("needle", "wide")
 WIDE_LAYERS = 6

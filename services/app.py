@@ -11,13 +11,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import GangSchedulingConfig
 
-from csps.services.configurator import Configurator
-from csps.services.credentials import cluster_secret
-from csps.services.gangs import GangRank
-from csps.services.registry import Registry
-from csps.services.replicas import only_one
+from csps.services.cluster.configurator import Configurator
+from csps.services.cluster.gangs import GangRank
+from csps.services.cluster.registry import Registry
+from csps.services.launch.credentials import cluster_secret
+from csps.services.launch.replicas import only_one
+from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
 from csps.services.router.deployment import Router
-from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
 MANY = 100_000
 """Admission is the router's decision; Serve shall not queue in front of it."""

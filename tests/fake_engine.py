@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.messages import TokenDrawn, TokenLogprob
-from csps.services.running import Generation, Running
+from csps.services.router.running import Generation, Running
 from csps.services.scheduling.fit import Fit
 
 

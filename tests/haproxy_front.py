@@ -11,7 +11,7 @@ from pathlib import Path
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from csps.services.http_front import front_environment
+from csps.services.launch.http_front import front_environment
 
 START_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"

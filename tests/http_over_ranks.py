@@ -16,20 +16,20 @@ from gang_threads import ThreadGang, eventually, thread_gang
 from live_server import serving
 
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.cluster import Cluster
-from csps.services.configurator import attention_shape
-from csps.services.credentials import ApiKeys
-from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.generations import MemoryGenerations
-from csps.services.http_app import Api
-from csps.services.intake import Intake
-from csps.services.metrics import Metrics
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.configurator import attention_shape
+from csps.services.cluster.directory import ClusterView, StaticDirectory
+from csps.services.cluster.generations import MemoryGenerations
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.settings import Settings
 from csps.services.router.cost_book import Configure, CostBook
 from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.settings import Settings
+from csps.services.telemetry.metrics import Metrics
 
 OPTIONS = {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256}
 
@@ -91,7 +91,7 @@ async def served(
             _service(prefill, decode, scheduler, costs, settings)
         )
         api = Api(
-            intake=Intake(settings),
+            intake=RequestParser(settings),
             engine=service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),

@@ -14,8 +14,8 @@ import yaml
 
 from csps.cli import COMMANDS, main
 from csps.protocols.errors import ConfigError
-from csps.services import preflight
-from csps.services.deploy_config import read_config
+from csps.services.launch import preflight
+from csps.services.launch.deploy_config import read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 

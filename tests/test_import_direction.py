@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "actors": {"protocols", "kernels", "models"},
     "configurator": {"protocols"},
     "services": {"protocols", "kernels", "models", "actors", "configurator"},
+    "services/scheduling": {"protocols"},
     "loadgen": {"protocols", "services.scheduling", "configurator", "models.needle_prompts"},
     "tools": {"protocols", "kernels", "models", "actors", "configurator", "services", "loadgen"},
 }
@@ -33,6 +34,7 @@ LIBRARIES: dict[str, set[str] | None] = {
     "actors": {*TENSORS, "opentelemetry", "uvloop"},
     "configurator": {"numpy", "lightgbm"},
     "services": None,
+    "services/scheduling": {"numpy", "msgspec"},
     "loadgen": None,
     "tools": None,
 }
@@ -93,7 +95,7 @@ def allowed(room: str, module: str) -> bool:
     """Whether `room` may import `module`."""
     top, _, rest = module.partition(".")
     if top == "csps":
-        rooms = {room, *ROOMS[room]}
+        rooms = {room.replace("/", "."), *ROOMS[room]}
         return not rest or any(rest == name or rest.startswith(f"{name}.") for name in rooms)
     if top in sys.stdlib_module_names:
         return True

@@ -25,18 +25,18 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
 from csps.loadgen.simulator.simulate import options_of, scheduler_with  # noqa: E402
 from csps.protocols.plans import StrategyChoice, StrategyChoices, StrategyQuestions  # noqa: E402
-from csps.services.cluster import Cluster  # noqa: E402
-from csps.services.configurator import attention_shape  # noqa: E402
-from csps.services.credentials import ApiKeys  # noqa: E402
-from csps.services.directory import ClusterView, StaticDirectory  # noqa: E402
-from csps.services.generations import MemoryGenerations  # noqa: E402
-from csps.services.http_app import Api  # noqa: E402
-from csps.services.intake import Intake  # noqa: E402
-from csps.services.metrics import Metrics  # noqa: E402
+from csps.services.cluster.attachment import Cluster  # noqa: E402
+from csps.services.cluster.configurator import attention_shape  # noqa: E402
+from csps.services.cluster.directory import ClusterView, StaticDirectory  # noqa: E402
+from csps.services.cluster.generations import MemoryGenerations  # noqa: E402
+from csps.services.http.api import Api  # noqa: E402
+from csps.services.http.request_parser import RequestParser  # noqa: E402
+from csps.services.launch.credentials import ApiKeys  # noqa: E402
+from csps.services.launch.settings import Settings  # noqa: E402
 from csps.services.router.cost_book import CostBook  # noqa: E402
 from csps.services.router.service import RequestService  # noqa: E402
 from csps.services.scheduling.cost import EXACT_STRATEGY, CostTable  # noqa: E402
-from csps.services.settings import Settings  # noqa: E402
+from csps.services.telemetry.metrics import Metrics  # noqa: E402
 from paced.cell import SECRET  # noqa: E402
 from paced.driver import members  # noqa: E402
 
@@ -70,7 +70,7 @@ async def serve(
     )
     metrics.watch(service)
     api = Api(
-        intake=Intake(settings),
+        intake=RequestParser(settings),
         engine=service,
         keys=ApiKeys([]),
         metrics=metrics,

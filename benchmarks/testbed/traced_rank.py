@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 
 from csps.actors import host_rank
-from csps.services import telemetry
-from csps.services.settings import TelemetrySettings
+from csps.services.launch.settings import TelemetrySettings
+from csps.services.telemetry import tracing
 
 SERVICE = "csps-prefill"
 
@@ -18,7 +18,7 @@ SERVICE = "csps-prefill"
 def main(spans_dir: str, config: str) -> None:
     """Run a rank until standard input ends, and write the last spans."""
     settings = TelemetrySettings(spans_dir=spans_dir, timeline_sample=1.0)
-    flush = telemetry.install(SERVICE, settings)
+    flush = tracing.install(SERVICE, settings)
     try:
         host_rank.main([config])
     finally:

@@ -24,9 +24,9 @@ from csps.protocols.messages import (
     Tokens,
 )
 from csps.protocols.schema import pack, unpack
-from csps.services.gangs import gang_section, resolve_device
+from csps.services.cluster.gangs import gang_section, resolve_device
+from csps.services.launch.settings import Settings
 from csps.services.profiling.rank_processes import RankProcesses
-from csps.services.settings import Settings
 
 CALL_S = 60.0
 """For the ranks of both gangs to answer, and to connect to each other."""

@@ -15,9 +15,10 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
     StepRow,
 )
-from csps.services.deploy_config import read_config
-from csps.services.gangs import resolve_device
-from csps.services.model_check import check_model
+from csps.services.cluster.gangs import resolve_device
+from csps.services.launch.deploy_config import read_config
+from csps.services.launch.model_check import check_model
+from csps.services.launch.settings import Settings
 from csps.services.profiling.fitting import fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
@@ -25,7 +26,6 @@ from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_li
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.scheduling.latency import LatencyTable
-from csps.services.settings import Settings
 
 QUICK = Effort(quick=True, rounds=1, iterations=16, limit_s=60.0)
 

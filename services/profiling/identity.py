@@ -10,8 +10,8 @@ from pathlib import Path
 
 from csps.configurator.scaling_information_base import Identity
 from csps.models.weights_digest import weights_digest
-from csps.services.gangs import resolve_device
-from csps.services.settings import Settings
+from csps.services.cluster.gangs import resolve_device
+from csps.services.launch.settings import Settings
 
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FIELDS = ("model name", "cpu family", "model", "stepping")

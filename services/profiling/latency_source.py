@@ -6,10 +6,10 @@ import logging
 from pathlib import Path
 
 from csps.configurator.scaling_information_base import ScalingInformationBase
+from csps.services.launch.settings import Settings
 from csps.services.profiling.identity import identity_of
 from csps.services.scheduling.latency import LatencyTable, parse_table
 from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.settings import Settings
 
 LATENCY = "latency"
 """Name of the fits that hold a `LatencyTable`."""

@@ -12,11 +12,11 @@ from itertools import zip_longest
 
 from csps.configurator.scaling_information_base import ScalingInformationBase, StepRow
 from csps.models.spec import read_spec
+from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
 from csps.services.profiling.cell import Cell, open_cell
 from csps.services.profiling.fitting import DECODE, EXACT
 from csps.services.profiling.plan import DecodeRun, Limits, StepRun, decode_runs, step_runs
 from csps.services.profiling.steps import measure_iterations, measure_step
-from csps.services.settings import DecodeSettings, PrefillSettings, Settings
 
 Say = Callable[[str], None]
 Run = StepRun | DecodeRun

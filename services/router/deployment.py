@@ -10,21 +10,21 @@ from contextlib import asynccontextmanager
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from csps.services import telemetry
-from csps.services.cluster import Cluster
-from csps.services.configurator import Configurator, ConfiguratorClient, attention_shape
-from csps.services.credentials import ApiKeys, ClusterSecret
-from csps.services.gangs import GangRank
-from csps.services.http_app import Api
-from csps.services.intake import Intake
-from csps.services.metrics import Metrics
-from csps.services.ray_generations import RayGenerations, application_name
-from csps.services.reading_lanes import ReadingLanes
-from csps.services.registry import Registry, RegistryDirectory
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.configurator import Configurator, ConfiguratorClient, attention_shape
+from csps.services.cluster.gangs import GangRank
+from csps.services.cluster.ray_generations import RayGenerations, application_name
+from csps.services.cluster.registry import Registry, RegistryDirectory
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.http.tokenizer_pool import TokenizerPool
+from csps.services.launch.credentials import ApiKeys, ClusterSecret
+from csps.services.launch.settings import Settings
 from csps.services.router.cost_book import CostBook
 from csps.services.router.service import RequestService
 from csps.services.router.wiring import first_costs, make_scheduler, open_log
-from csps.services.settings import Settings
+from csps.services.telemetry import tracing
+from csps.services.telemetry.metrics import Metrics
 
 
 class Router:
@@ -40,10 +40,10 @@ class Router:
     ) -> None:
         # `gangs` makes the gangs a part of the application; they are reached without Ray.
         self._settings = settings
-        self._flush_spans = telemetry.install("csps-router", settings.telemetry)
+        self._flush_spans = tracing.install("csps-router", settings.telemetry)
         self._configurator = ConfiguratorClient(configurator, secret)
         self._metrics = Metrics(settings.model_name)
-        self._lanes = ReadingLanes()
+        self._lanes = TokenizerPool()
         table = first_costs(settings)
         self._log = open_log(settings, table)
         keep = None if self._log is None else self._log.keep
@@ -66,7 +66,7 @@ class Router:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve once the constructor has returned."""
         api = Api(
-            intake=Intake(self._settings),
+            intake=RequestParser(self._settings),
             engine=self._service,
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,

@@ -8,7 +8,7 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_client import GangClient
 from csps.protocols.plans import Plan
-from csps.services.running import Generation
+from csps.services.router.running import Generation
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import index_of
 

@@ -18,11 +18,11 @@ from csps.services.router.cost_book import CostBook
 from csps.services.router.elaborate import csa_plan, shown_plan
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
+from csps.services.router.running import Placement
 from csps.services.router.sequences import LiveSequence, Sequences, live_sequence
 from csps.services.router.step_messages import kv_shares, prefill_messages, reserve_message
 from csps.services.router.steps import Steps
 from csps.services.router.trim import trimmed
-from csps.services.running import Placement
 from csps.services.scheduling import commands
 from csps.services.scheduling.cost import Bucket, shape_of
 from csps.services.scheduling.events import AnyEvent, StepDone

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 from csps.protocols.errors import CspsError
 from csps.protocols.messages import FinishReason, TokenDrawn
-from csps.services.observer import Observer
-from csps.services.request_spans import record_spans
-from csps.services.running import Generation, Running
+from csps.services.router.running import Generation, Running
 from csps.services.scheduling.events import AnyEvent, Cancelled, Submitted
 from csps.services.scheduling.ids import RequestId
+from csps.services.telemetry.observer import Observer
+from csps.services.telemetry.request_spans import record_spans
 
 
 class Requests:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
-from csps.services.running import Running
+from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
 

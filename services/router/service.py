@@ -10,20 +10,20 @@ from csps.configurator.csa_limits import check_csa
 from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import Cancelled, QueueFull, RequestError
 from csps.protocols.gang_client import GangClient
-from csps.services.cluster import Cluster, KvLink
-from csps.services.observer import NoObserver, Observer
+from csps.services.cluster.attachment import Cluster, KvLink
 from csps.services.router.attached import AttachedGangs, gang_up
 from csps.services.router.cost_book import CostBook
 from csps.services.router.executor import Executor
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
+from csps.services.router.running import Generation, Running
 from csps.services.router.sequences import Sequences
 from csps.services.router.steps import Steps
 from csps.services.router.turns import Recorder, Turns
-from csps.services.running import Generation, Running
 from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.scheduler import Counts, Scheduler
+from csps.services.telemetry.observer import NoObserver, Observer
 
 _log = logging.getLogger(__name__)
 

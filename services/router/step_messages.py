@@ -12,8 +12,8 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Reserve, Span
 from csps.protocols.schema import pack
+from csps.services.router.running import Running
 from csps.services.router.sequences import LiveSequence
-from csps.services.running import Running
 from csps.services.scheduling import commands
 from csps.services.scheduling.ids import index_of
 

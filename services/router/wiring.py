@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from csps.protocols.errors import ConfigError
+from csps.services.launch.settings import Settings
 from csps.services.profiling.latency_source import latency_table
 from csps.services.router.decision_log import DecisionLog
 from csps.services.scheduling.cost import Costs, CostTable
@@ -12,7 +13,6 @@ from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLi
 from csps.services.scheduling.log import Header
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.settings import Settings
 
 
 def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:

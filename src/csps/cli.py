@@ -39,10 +39,14 @@ class Command:
 
 
 COMMANDS = {
-    "serve": Command("services.commands", "serve", "start a server on this machine"),
-    "stop": Command("services.commands", "stop", "drain and stop the server started from here"),
-    "demo": Command("services.commands", "demo", "send a 16K-token question to the server"),
-    "check-config": Command("services.commands", "check_config", "check a configuration file"),
+    "serve": Command("services.launch.commands", "serve", "start a server on this machine"),
+    "stop": Command(
+        "services.launch.commands", "stop", "drain and stop the server started from here"
+    ),
+    "demo": Command("services.launch.commands", "demo", "send a 16K-token question to the server"),
+    "check-config": Command(
+        "services.launch.commands", "check_config", "check a configuration file"
+    ),
     "bench": Command("loadgen.commands", "bench", "load tests against SLOs, and reports"),
     "simulate": Command(
         "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
@@ -50,7 +54,7 @@ COMMANDS = {
     "profile": Command(
         "services.profiling.command", "main", "measure what steps and links take here"
     ),
-    "eval": Command("services.eval_command", "main", "accuracy on hidden facts"),
+    "eval": Command("services.evaluation.command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""
 

@@ -14,7 +14,7 @@ from mesh_threads import on_ranks
 from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import ControlTag, Exchange, Mesh, Pending, Tag
+from csps.actors.mesh import ControlTag, GeneratedResponse, Mesh, Pending, Tag
 from csps.actors.timeline import Timeline
 from csps.actors.transfers import Label, Transfers
 
@@ -198,9 +198,9 @@ class _CudaMesh:
         sends: Sequence[tuple[int, torch.Tensor]],
         recvs: Sequence[tuple[int, torch.Tensor]],
         tag: Tag,
-    ) -> Exchange:
+    ) -> GeneratedResponse:
         work, tensors = cast(Work, _Work()), [tensor for _, tensor in (*sends, *recvs)]
-        return Exchange(received=Pending([work], tensors), sent=Pending([], []))
+        return GeneratedResponse(received=Pending([work], tensors), sent=Pending([], []))
 
 
 def on_cuda() -> Transfers:

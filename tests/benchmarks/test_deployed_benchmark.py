@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from csps.protocols.errors import ConfigError
-from csps.services.ray_head import RayHead
+from csps.services.launch.ray_head import RayHead
 
 # By its path: the end-to-end tests have a module of the same name.
 _SPEC = spec_from_file_location(

@@ -20,7 +20,7 @@ from csps.actors import timeline_export as engine_export
 from csps.actors.job_clock import JobClock
 from csps.actors.timeline import Event
 from csps.protocols.messages import PrefillJob
-from csps.services.telemetry import span_record
+from csps.services.telemetry.tracing import span_record
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 SAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}

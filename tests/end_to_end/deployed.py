@@ -24,11 +24,11 @@ from csps.protocols.errors import FaultError
 from csps.protocols.messages import RankStats
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.schema import unpack
-from csps.services import ray_head
-from csps.services.credentials import SECRET_VARIABLE
-from csps.services.deploy_config import DeployConfig, read_config
-from csps.services.ray_head import RayHead, session_of
-from csps.services.serve_command import deploy, wait_ready
+from csps.services.launch import ray_head
+from csps.services.launch.credentials import SECRET_VARIABLE
+from csps.services.launch.deploy_config import DeployConfig, read_config
+from csps.services.launch.ray_head import RayHead, session_of
+from csps.services.launch.serve_command import deploy, wait_ready
 
 SECRET = "known to the tests and the server"
 RPC_DEADLINE_S = 10.0

@@ -15,8 +15,8 @@ from deployed import Deployed, deployed, name_of
 from half_sent import HALF_SENT, IN_THE_BODY, IN_THE_HEADERS, outcome
 from tiny_checkpoints import make_checkpoint
 
-from csps.services.header_deadline import VARIABLE
-from csps.services.ray_head import session_of
+from csps.services.http.header_deadline import VARIABLE
+from csps.services.launch.ray_head import session_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -22,7 +22,7 @@ from deployed import MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.models.tokenizer import Tokenizer
-from csps.services.serve_command import undeploy
+from csps.services.launch.serve_command import undeploy
 
 pytestmark = pytest.mark.timeout(300)
 

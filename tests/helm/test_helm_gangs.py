@@ -11,8 +11,8 @@ from rendered_chart import GPUS, Rendered, Values, container, render
 
 from csps.protocols.topology import Topology
 from csps.services.app import build
-from csps.services.node import SERVER_LABEL
-from csps.services.settings import Settings
+from csps.services.cluster.node import SERVER_LABEL
+from csps.services.launch.settings import Settings
 
 ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang"}
 

@@ -11,10 +11,10 @@ from rendered_chart import EVERYTHING, GPUS, Values, environment, render
 
 from csps.protocols.errors import ConfigError
 from csps.services.app import ONE_LOOP
-from csps.services.deploy_config import IMPORT_PATH, read_config
-from csps.services.header_deadline import HOOK
-from csps.services.http_front import HEALTH_CHECK_PERIOD_S
-from csps.services.settings import Settings
+from csps.services.http.header_deadline import HOOK
+from csps.services.launch.deploy_config import IMPORT_PATH, read_config
+from csps.services.launch.http_front import HEALTH_CHECK_PERIOD_S
+from csps.services.launch.settings import Settings
 
 
 def settings(values: Values | None = None) -> Settings:

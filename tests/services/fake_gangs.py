@@ -38,12 +38,12 @@ from csps.protocols.messages import (
 from csps.protocols.plans import ENGINE_NAMES, StrategyChoice, StrategyChoices, StrategyQuestions
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.schema import pack, unpack
-from csps.services.cluster import Cluster, ClusterDeadlines
-from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.generations import MemoryGenerations
+from csps.services.cluster.attachment import Cluster, ClusterDeadlines
+from csps.services.cluster.directory import ClusterView, StaticDirectory
+from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import Configure, CostBook
+from csps.services.router.running import Generation, Running
 from csps.services.router.service import RequestService
-from csps.services.running import Generation, Running
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy

@@ -14,7 +14,7 @@ from tiny_checkpoints import make_tokenizer
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.messages import TokenDrawn, TokenLogprob
 from csps.protocols.openai_responses import CompletionLogprobs
-from csps.services.answer import Answer
+from csps.services.http.answer import Answer
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from csps.protocols.errors import ConfigError
 from csps.services.app import ONE_LOOP, build
-from csps.services.configurator import Configurator
-from csps.services.registry import Registry
-from csps.services.replicas import only_one
+from csps.services.cluster.configurator import Configurator
+from csps.services.cluster.registry import Registry
+from csps.services.launch.replicas import only_one
+from csps.services.launch.settings import Settings
 from csps.services.router.deployment import Router
 from csps.services.router.wiring import make_deadlines
 from csps.services.scheduling.limits import DeadlineSettings
-from csps.services.settings import Settings
 
 
 def built(**args: object) -> Application:

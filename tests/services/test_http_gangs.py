@@ -17,15 +17,15 @@ from live_server import serving
 
 from csps.protocols.errors import QueueFull
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services import held_body
-from csps.services.credentials import ApiKeys
-from csps.services.held_body import LARGE_BODY_BYTES
-from csps.services.http_app import Api
-from csps.services.intake import Accepted, Arrival, Intake
-from csps.services.metrics import Metrics
-from csps.services.reading_lanes import LARGE_AT_ONCE, ReadingLanes
+from csps.services.http import body_budget
+from csps.services.http.api import Api
+from csps.services.http.body_budget import LARGE_BODY_BYTES
+from csps.services.http.request_parser import Accepted, Arrival, RequestParser
+from csps.services.http.tokenizer_pool import LARGE_AT_ONCE, TokenizerPool
+from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.settings import HttpSettings, Settings
 from csps.services.scheduling.limits import QueueLimits
-from csps.services.settings import HttpSettings, Settings
+from csps.services.telemetry.metrics import Metrics
 
 DEADLINE_S = 20
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
-def intake(tiny_llama: Path) -> Intake:
-    return Intake(Settings(model=str(tiny_llama), served_model_name="tiny"))
+def intake(tiny_llama: Path) -> RequestParser:
+    return RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
 
 
 @dataclass
 class Server:
     cell: FakeCell
     client: httpx.AsyncClient
-    lanes: ReadingLanes
+    lanes: TokenizerPool
 
     async def complete(self, **fields: Any) -> httpx.Response:
         body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 2, **fields}
@@ -66,7 +66,7 @@ class Server:
 
 
 @asynccontextmanager
-async def served(intake: Intake, **options: Any) -> AsyncIterator[Server]:
+async def served(intake: RequestParser, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
         api = Api(
             intake=intake,
@@ -90,7 +90,7 @@ def check_error(response: httpx.Response, status: int, code: str) -> None:
 # --- nothing of our inside -------------------------------------------------------------------
 
 
-async def test_health_names_no_address(intake: Intake) -> None:
+async def test_health_names_no_address(intake: RequestParser) -> None:
     async with served(intake) as server:
         await server.cell.prefill.kill(0)
         await until(lambda: "cannot connect to 127.0.0.1" in server.cell.cluster.trouble)
@@ -99,7 +99,7 @@ async def test_health_names_no_address(intake: Intake) -> None:
         assert response.json()["reason"] == "waiting for a prefill gang"
 
 
-async def test_explain_names_no_address_of_the_configurator(intake: Intake) -> None:
+async def test_explain_names_no_address_of_the_configurator(intake: RequestParser) -> None:
     async def fails(questions: StrategyQuestions) -> StrategyChoices:
         raise ConnectionError("cannot connect to 10.0.0.3:41235")
 
@@ -113,7 +113,7 @@ async def test_explain_names_no_address_of_the_configurator(intake: Intake) -> N
 # --- faults that are worth another try -------------------------------------------------------
 
 
-async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: Intake) -> None:
+async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: RequestParser) -> None:
     async with served(intake) as server:
         request = asyncio.ensure_future(server.complete())
         await until(lambda: server.cell.prefill.leader.jobs)
@@ -129,14 +129,14 @@ async def failed_by_a_rank(server: Server, code: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("code", ["TransferError", "ConnectionLost"])
-async def test_a_fault_that_passes_may_be_tried_again(intake: Intake, code: str) -> None:
+async def test_a_fault_that_passes_may_be_tried_again(intake: RequestParser, code: str) -> None:
     async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 503, "unavailable")
 
 
 @pytest.mark.parametrize("code", ["ProtocolError", "BadLogits", "KeyError"])
 async def test_a_mistake_of_the_ranks_is_one_of_the_server(
-    intake: Intake, code: str, caplog: pytest.LogCaptureFixture
+    intake: RequestParser, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 500, "internal_error")
@@ -147,7 +147,7 @@ async def test_a_mistake_of_the_ranks_is_one_of_the_server(
 # --- how much a request may have -------------------------------------------------------------
 
 
-async def test_the_model_card_promises_what_the_gangs_can_hold(intake: Intake) -> None:
+async def test_the_model_card_promises_what_the_gangs_can_hold(intake: RequestParser) -> None:
     prefill = FakeGang("prefill", "p1", kv_slots=2000)
     async with served(intake, prefill=prefill) as server:
         server.cell.runs_by_itself()
@@ -160,7 +160,9 @@ async def test_the_model_card_promises_what_the_gangs_can_hold(intake: Intake) -
         check_error(too_long, 400, "context_length_exceeded")
 
 
-async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(intake: Intake) -> None:
+async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
+    intake: RequestParser,
+) -> None:
     decode = FakeGang("decode", "d1", kv_slots=100)
     async with served(intake, decode=decode) as server:
         server.cell.runs_by_itself()
@@ -172,7 +174,7 @@ async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(intak
 # --- before admission ------------------------------------------------------------------------
 
 
-async def test_a_full_queue_reads_no_body(intake: Intake) -> None:
+async def test_a_full_queue_reads_no_body(intake: RequestParser) -> None:
     closed = FakeGang("prefill", "p1")
     closed.may_bridge.clear()
     async with served(intake, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
@@ -187,12 +189,12 @@ async def test_a_full_queue_reads_no_body(intake: Intake) -> None:
 @pytest.mark.parametrize("deadline", ["body_deadline_s", "body_silence_s"])
 async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
     http = HttpSettings(**{deadline: 0.01})
-    intake = Intake(Settings(model=str(tiny_llama), served_model_name="tiny", http=http))
+    intake = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny", http=http))
     async with served(intake) as server:
         assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
 
 
-class GatedIntake(Intake):
+class GatedIntake(RequestParser):
     """Takes as long over large bodies as a test likes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -225,7 +227,7 @@ async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> 
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
 
-async def read_whole(lanes: ReadingLanes, body: bytes, read: Callable[[bytes], T]) -> T:
+async def read_whole(lanes: TokenizerPool, body: bytes, read: Callable[[bytes], T]) -> T:
     with lanes.holding() as held:
         held.grown(len(body))
         return await lanes.run(body, read, held)
@@ -233,7 +235,7 @@ async def read_whole(lanes: ReadingLanes, body: bytes, read: Callable[[bytes], T
 
 async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
     """Its place in the line stays until a thread comes to it; its bytes need not."""
-    lanes, gate, let_go = ReadingLanes(), threading.Event(), threading.Event()
+    lanes, gate, let_go = TokenizerPool(), threading.Event(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
 
     class Body(bytes):
@@ -262,8 +264,8 @@ async def test_a_large_body_whose_client_has_gone_is_let_go() -> None:
 
 async def test_large_bodies_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", 3 * size)
-    lanes, gate = ReadingLanes(), threading.Event()
+    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 3 * size)
+    lanes, gate = TokenizerPool(), threading.Event()
     waits: Callable[[bytes], bool] = lambda body: gate.wait(DEADLINE_S)  # noqa: E731
     try:
         held = [asyncio.ensure_future(read_whole(lanes, bytes(size), waits)) for _ in range(3)]
@@ -282,8 +284,8 @@ async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_g
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", size)
-    lanes, begun, gate = ReadingLanes(), threading.Event(), threading.Event()
+    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", size)
+    lanes, begun, gate = TokenizerPool(), threading.Event(), threading.Event()
 
     def waits(body: bytes) -> bool:
         begun.set()
@@ -306,10 +308,10 @@ async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_g
 
 
 async def test_large_bodies_that_arrive_are_bounded(
-    intake: Intake, monkeypatch: pytest.MonkeyPatch
+    intake: RequestParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = LARGE_BODY_BYTES + 1
-    monkeypatch.setattr(held_body, "MAX_LARGE_BYTES", 2 * size)
+    monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 2 * size)
     async with served(intake) as server:
         server.cell.runs_by_itself()
         prompt = "x" * size

@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 from csps.protocols.gang_members import GangRole, RankAddress
-from csps.services.membership import SILENT_S, Member, Membership
+from csps.services.cluster.membership import SILENT_S, Member, Membership
 
 ORDER = {"a": 1, "b": 2, "c": 3}
 """Incarnations."""

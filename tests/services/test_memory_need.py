@@ -12,10 +12,10 @@ from tiny_checkpoints import FAMILIES, make_checkpoint
 from csps.actors.kv_pool import KvPool
 from csps.models.loading import load_network
 from csps.protocols.errors import ConfigError
-from csps.services import preflight
-from csps.services.deploy_config import read_config
-from csps.services.memory_need import GIB, MemoryNeed, memory_need
-from csps.services.settings import Settings
+from csps.services.launch import preflight
+from csps.services.launch.deploy_config import read_config
+from csps.services.launch.memory_need import GIB, MemoryNeed, memory_need
+from csps.services.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,9 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.errors import GangLost, QueueFull, TransferError
 from csps.protocols.messages import Sampling
-from csps.services.metrics import Metrics
-from csps.services.running import Generation, Running
+from csps.services.router.running import Generation, Running
 from csps.services.scheduling.scheduler import Counts
+from csps.services.telemetry.metrics import Metrics
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

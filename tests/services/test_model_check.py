@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from csps.cli import main
-from csps.services import ray_head
+from csps.services.launch import ray_head
 
 WEIGHTS = "model.safetensors"
 

@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from csps.protocols.errors import ConfigError
-from csps.services import gangs
-from csps.services.settings import Settings, TopologySettings
+from csps.services.cluster import gangs
+from csps.services.launch.settings import Settings, TopologySettings
 
 
 def on_node(monkeypatch: pytest.MonkeyPatch, label: str | None) -> None:

@@ -17,6 +17,7 @@ from csps.actors.rank import Rank, RankConfig
 from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase, StepRow
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.launch.settings import Settings
 from csps.services.profiling import cell as profiling_cell
 from csps.services.profiling import command, links, plan, step_profile
 from csps.services.profiling.cell import Cell, open_cell
@@ -25,7 +26,6 @@ from csps.services.profiling.latency_source import latency_table
 from csps.services.profiling.plan import DecodeRun, StepRun
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.profiling.steps import measure_iterations, measure_step
-from csps.services.settings import Settings
 
 
 @pytest.fixture

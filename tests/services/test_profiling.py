@@ -19,6 +19,7 @@ from csps.configurator.scaling_information_base import (
 )
 from csps.models.weights_digest import weights_digest
 from csps.protocols.errors import ConfigError
+from csps.services.launch.settings import Settings
 from csps.services.profiling.fitting import fit_table, fitted_points
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY, latency_table
@@ -27,7 +28,6 @@ from csps.services.profiling.report import coefficient_lines, link_lines, step_l
 from csps.services.profiling.steps import even_shares
 from csps.services.scheduling.latency import DecodeLine, StepCost
 from csps.services.scheduling.latency_shipped import SHIPPED
-from csps.services.settings import Settings
 
 # --- the plan -----------------------------------------------------------------------------------
 

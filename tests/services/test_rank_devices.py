@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from csps.protocols.errors import ConfigError
-from csps.services.deploy_config import read_config
-from csps.services.gangs import resolve_device
+from csps.services.cluster.gangs import resolve_device
+from csps.services.launch.deploy_config import read_config
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from csps.cli import main
-from csps.services import ray_head
+from csps.services.launch import ray_head
 
 _LEADER = """
 import subprocess, sys

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from csps.protocols.gang_members import RankAddress
-from csps.services import registry as module
-from csps.services.membership import Member
-from csps.services.registry import Registry
+from csps.services.cluster import registry as module
+from csps.services.cluster.membership import Member
+from csps.services.cluster.registry import Registry
 
 
 def member(rank: int) -> Member:

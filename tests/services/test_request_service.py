@@ -21,7 +21,7 @@ from csps.protocols.errors import (
 from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed, TokenDrawn
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.protocols.schema import pack
-from csps.services.running import Running
+from csps.services.router.running import Running
 from csps.services.scheduling.limits import QueueLimits
 
 

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from csps.protocols import trace_context
-from csps.services import request_spans
+from csps.services.telemetry import request_spans
 
 STATES = ["queue", "plan", "prefill", "transfer", "decode"]
 

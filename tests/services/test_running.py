@@ -9,7 +9,7 @@ import pytest
 
 from csps.protocols.errors import GangLost
 from csps.protocols.messages import Sampling, TokenDrawn
-from csps.services.running import Generation, Running
+from csps.services.router.running import Generation, Running
 
 DEADLINE_S = 10
 

@@ -18,18 +18,18 @@ import pytest
 import yaml
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
-from csps.services import preflight, ray_head, serve_command, serve_status
-from csps.services.demo_command import ask
-from csps.services.deploy_config import DeployConfig, read_config
-from csps.services.memory_need import GIB, memory_need
-from csps.services.ray_head import RayHead
-from csps.services.serve_command import _clear, undeploy, wait_ready
-from csps.services.serve_status import APPLICATIONS_PATH, ServeStatus, read_status
+from csps.services.launch import preflight, ray_head, serve_command, serve_status
+from csps.services.launch.demo_command import ask
+from csps.services.launch.deploy_config import DeployConfig, read_config
+from csps.services.launch.memory_need import GIB, memory_need
+from csps.services.launch.ray_head import RayHead
+from csps.services.launch.serve_command import _clear, undeploy, wait_ready
+from csps.services.launch.serve_status import APPLICATIONS_PATH, ServeStatus, read_status
 
 PORT = 8123
 FAILED = """The deployment failed to start 3 times in a row. See controller logs. Error:
 ray::ServeReplica:csps:PrefillGang.initialize_and_get_metadata() (pid=1, ip=127.0.0.1)
-  File "csps/services/gangs.py", line 54, in __init__
+  File "csps/services/cluster/gangs.py", line 54, in __init__
 csps.models.errors.MissingTensorError: the weights have no model.norm.weight
 """
 
@@ -120,7 +120,7 @@ def config(server: ThreadingHTTPServer, tiny_llama: Path, tmp_path: Path) -> Dep
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_status, "POLL_S", 0)
-    monkeypatch.setattr("csps.services.serve_command.POLL_S", 0)
+    monkeypatch.setattr("csps.services.launch.serve_command.POLL_S", 0)
 
 
 def applications(

@@ -22,12 +22,12 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Sampling
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.cluster import Cluster
-from csps.services.directory import ClusterView, StaticDirectory
-from csps.services.generations import MemoryGenerations
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.directory import ClusterView, StaticDirectory
+from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import CostBook
+from csps.services.router.running import Generation, Running
 from csps.services.router.service import RequestService
-from csps.services.running import Generation, Running
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler

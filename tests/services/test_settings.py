@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from csps.protocols.errors import ConfigError
-from csps.services.settings import Settings
+from csps.services.launch.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from csps.configurator.traffic import gathered_weights_traffic
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.configurator import attention_shape, make_rules
+from csps.services.cluster.configurator import attention_shape, make_rules
+from csps.services.launch.settings import PrefillSettings, Settings, TopologySettings
 from csps.services.router.cost_book import Configure
-from csps.services.settings import PrefillSettings, Settings, TopologySettings
 
 TOKENS = 4
 SPT, SHORT = 512, 32

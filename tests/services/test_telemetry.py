@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from csps.protocols import trace_context
-from csps.services.settings import TelemetrySettings
-from csps.services.telemetry import SpanFile, install, make_exporter, make_provider
+from csps.services.launch.settings import TelemetrySettings
+from csps.services.telemetry.tracing import SpanFile, install, make_exporter, make_provider
 
 PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
 UNSAMPLED = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"}

@@ -16,7 +16,7 @@ from gang_threads import ThreadGang, eventually, thread_gang
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
-from csps.services.cluster import STANDBY, Cluster
+from csps.services.cluster.attachment import STANDBY, Cluster
 from csps.services.router.service import RequestService
 
 PROMPT = prompt_of(40, 1).tolist()

@@ -68,7 +68,7 @@ KubeRay sets as well; an operator too old to know authOptions must not leave Ray
 - name: RAY_SERVE_PROXY_USE_GRPC # a third less CPU for every streamed token
   value: "1"
 - name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH # half-sent headers do not keep a connection
-  value: csps.services.header_deadline:install
+  value: csps.services.http.header_deadline:install
 - name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S # a dead proxy is replaced in seconds
   value: "0.5"
 - name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH

@@ -1,0 +1,125 @@
+"""Serve deployment that fills in the router's cost table: how shall prefills attend?"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from opentelemetry import trace
+from ray.serve.handle import DeploymentHandle
+
+from csps.configurator.shapes import AttentionShape
+from csps.configurator.strategy_rules import StrategyRules
+from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.rpc_client import RpcClient
+from csps.protocols.rpc_server import Peer, RpcServer
+from csps.protocols.schema import pack, unpack
+from csps.services.cluster.node import listen_host
+from csps.services.launch.credentials import ClusterSecret
+from csps.services.launch.settings import Settings
+from csps.services.telemetry import tracing
+
+CONNECT_DEADLINE_S = 10.0
+ANSWER_DEADLINE_S = 5.0
+"""Of the call. No request waits for it."""
+CLOSE_GRACE_S = 1.0
+
+_TRACER = trace.get_tracer("csps.configurator")
+
+
+class Configurator:
+    """Shell around the rules of the `configurator` room.
+
+    It is asked over RPC, like everything else that is not Ray's own business.
+    """
+
+    async def __init__(self, settings: Settings, secret: ClusterSecret) -> None:  # type: ignore[misc]
+        self._flush_spans = tracing.install("csps-configurator", settings.telemetry)
+        self._rules = make_rules(settings)
+        self._rpc = RpcServer({"strategies": self._strategies}, secret=secret.value)
+        self._address = await self._rpc.start(listen_host(settings))
+
+    async def address(self) -> tuple[str, int]:
+        """Where to ask."""
+        return self._address
+
+    def _strategies(self, payload: Any, peer: Peer) -> dict[str, Any]:
+        questions = unpack(StrategyQuestions, payload)
+        with _TRACER.start_as_current_span("configure") as span:
+            span.set_attribute("csps.configurator.buckets", len(questions.asked))
+            return pack(self._rules.answer(questions))
+
+    async def __del__(self) -> None:
+        await self._rpc.close(CLOSE_GRACE_S)
+        self._flush_spans()
+
+
+def make_rules(settings: Settings) -> StrategyRules:
+    """The rules for the model, and for the links that the operator has measured.
+
+    Raises:
+        CheckpointError: the model's directory does not say.
+    """
+    return StrategyRules(attention_shape(settings), link_ratio=settings.topology.link_ratio)
+
+
+def attention_shape(settings: Settings) -> AttentionShape:
+    """The sizes of the served model's attention.
+
+    Raises:
+        CheckpointError: its directory does not say.
+    """
+    # The shell is imported to build the application as well, where torch is not needed.
+    from csps.models.spec import read_spec
+
+    spec = read_spec(settings.model_dir)
+    return AttentionShape(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        layers=spec.layers,
+        lse=1 if settings.dtype == "float32" else 2,
+    )
+
+
+class ConfiguratorClient:
+    """Asks the configurator, and finds it again after it was replaced."""
+
+    def __init__(self, handle: DeploymentHandle[Configurator], secret: ClusterSecret) -> None:
+        self._handle = handle
+        self._secret = secret
+        self._client: RpcClient | None = None
+        self._connecting = asyncio.Lock()
+
+    async def strategies(self, questions: StrategyQuestions) -> StrategyChoices:
+        """How requests shall attend, bucket by bucket.
+
+        Raises:
+            CspsError: why there is no answer.
+        """
+        client = await self._connected()
+        answer = await client.call("strategies", pack(questions), deadline_s=ANSWER_DEADLINE_S)
+        return unpack(StrategyChoices, answer)
+
+    async def connect(self) -> None:
+        """Connect before there is anything to ask."""
+        await self._connected()
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def _connected(self) -> RpcClient:
+        async with self._connecting:
+            if self._client is None or self._client.closed.done():
+                host, port = await self._handle.address.remote()
+                self._client = await RpcClient.connect(
+                    host,
+                    port,
+                    secret=self._secret.value,
+                    name="router",
+                    deadline_s=CONNECT_DEADLINE_S,
+                )
+            return self._client

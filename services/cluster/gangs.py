@@ -1,0 +1,202 @@
+"""Serve replicas that host the ranks of a gang.
+
+Ray Serve places the ranks of a gang together and replaces the whole gang when one dies. A replica
+is a thin shell: the rank has its own threads and talks to the router and to other ranks by itself.
+Nothing of a request ever passes through the shell or through Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ray import serve
+from ray.serve.gang import GangContext
+from ray.serve.handle import DeploymentHandle
+
+from csps.protocols.errors import ConfigError
+from csps.protocols.gang_members import GangRole, RankAddress
+from csps.services.cluster.membership import Member
+from csps.services.cluster.node import labelled_location, listen_host
+from csps.services.cluster.ray_generations import RayGenerations, application_name
+from csps.services.cluster.registration import Registration
+from csps.services.cluster.registry import Registry, wait_for_store
+from csps.services.launch.credentials import ClusterSecret
+from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
+from csps.services.telemetry import tracing
+
+if TYPE_CHECKING:
+    # The shell is imported to build the application as well, where torch is not needed.
+    from csps.actors.mesh import HostedStore, StoreAddress
+    from csps.actors.rank import Rank, RankConfig
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.1
+
+
+class GangRank:
+    """One rank of one gang inside one Serve replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits an async constructor
+        self,
+        role: GangRole,
+        settings: Settings,
+        secret: ClusterSecret,
+        registry: DeploymentHandle[Registry],
+    ) -> None:
+        self._drain_s = settings.drain_s
+        self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry)
+        gang = _gang_context()
+        began = time.monotonic()
+        config = rank_config(role, settings, gang, host=listen_host(settings))
+        store = await _meet(gang, config.host, registry)
+        self._rank = _make_rank(config, secret, store)
+        self._address = await asyncio.to_thread(self._rank.start)
+        member = await self._member(role, gang)
+        self._registration = Registration(member, registry.join.remote)
+        logger.info(
+            "%s rank %d of gang %s is up after %.1f s at %s:%d",
+            role, gang.rank, gang.gang_id, time.monotonic() - began, *self._address,
+        )  # fmt: skip
+
+    def check_health(self) -> None:
+        """Called by Serve; raises when the rank cannot go on, which replaces its gang."""
+        self._rank.check_health()
+        self._registration.check()
+
+    async def __del__(self) -> None:
+        rank = getattr(self, "_rank", None)
+        if rank is None:  # the constructor did not get that far
+            return
+        if registration := getattr(self, "_registration", None):
+            registration.end()
+        await _router_gone(rank, self._drain_s)
+        await asyncio.to_thread(rank.close)
+        self._flush_spans()
+
+    async def _member(self, role: GangRole, gang: GangContext) -> Member:
+        host, port = self._address
+        return Member(
+            role=role,
+            gang_id=gang.gang_id,
+            world_size=gang.world_size,
+            address=RankAddress(rank=gang.rank, host=host, port=port),
+            incarnation=await _incarnation(role) if gang.rank == 0 else 0,
+        )
+
+
+def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
+    """What the settings say about one rank."""
+    from csps.actors.rank import RankConfig
+
+    section = gang_section(role, settings)
+    check_gpus(settings)
+    return RankConfig(
+        model_dir=str(settings.model_dir),
+        role=role,
+        rank=gang.rank,
+        world_size=gang.world_size,
+        tp=section.tp,
+        gang_id=gang.gang_id,
+        kv_slots=section.kv_slots,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device, section.num_gpus),
+        threads=section.threads,
+        host=host,
+        location=location(role, settings, gang.rank),
+        max_positions=settings.max_positions,
+    )
+
+
+def gang_section(role: GangRole, settings: Settings) -> PrefillSettings | DecodeSettings:
+    """The part of the settings that is about a role."""
+    return settings.prefill if role == "prefill" else settings.decode
+
+
+def location(role: GangRole, settings: Settings, rank: int) -> str:
+    """The rank's Rack-Server-GPU id: from the settings, or from its node's label.
+
+    With a label, a rank's number stands for its GPU's, which only has to differ in the server.
+
+    Raises:
+        ConfigError: the label is no Rack-Server id; Serve then shows why the rank does not start.
+    """
+    named: tuple[str, ...] = getattr(settings.topology, role)
+    return named[rank] if named else str(labelled_location(rank))
+
+
+def resolve_device(device: str, num_gpus: float) -> str:
+    """`auto` is CUDA for a rank that Ray gives a GPU, and where torch can use it.
+
+    Ray hides GPUs from a process only if it has one of its own: without `num_gpus` all ranks of a
+    machine would see, and take, its first GPU.
+    """
+    if device != "auto":
+        return device
+    if not num_gpus:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_gpus(settings: Settings) -> None:
+    """Every rank has a GPU of its own, or none has: NCCL refuses two ranks on one GPU, and KV does
+    not go from GPUs to processors.
+
+    Raises:
+        ConfigError: `device` and `num_gpus` do not say so.
+    """
+    prefill, decode = settings.prefill.num_gpus, settings.decode.num_gpus
+    if settings.device == "cpu" or (settings.device == "auto" and prefill == decode == 0):
+        return
+    for role, count in (("prefill", prefill), ("decode", decode)):
+        if count < 1:
+            raise ConfigError(
+                f"{role}.num_gpus is {count:g}: ranks on GPUs need one each, in both gangs; "
+                f"set prefill.num_gpus and decode.num_gpus to 1, or device to cpu"
+            )
+
+
+async def _incarnation(role: GangRole) -> int:
+    """Gangs of a deployment are counted where the count outlives the registry."""
+    return await RayGenerations(f"{application_name()}/{role}-gangs").claim()
+
+
+def _gang_context() -> GangContext:
+    gang = serve.get_replica_context().gang_context
+    assert gang is not None, "deployed without GangSchedulingConfig"
+    return gang
+
+
+async def _meet(
+    gang: GangContext, host: str, registry: DeploymentHandle[Registry]
+) -> HostedStore | StoreAddress:
+    """Rank 0 hosts the rendezvous store of the gang, the others learn where it is."""
+    from csps.actors.mesh import StoreAddress, host_store
+
+    if gang.rank > 0:
+        return StoreAddress(*await wait_for_store(registry, gang.gang_id))
+    hosted = host_store(host)
+    await registry.publish_store.remote(gang.gang_id, hosted.address.host, hosted.address.port)
+    return hosted
+
+
+def _make_rank(
+    config: RankConfig, secret: ClusterSecret, store: HostedStore | StoreAddress
+) -> Rank:
+    from csps.actors.rank import Rank
+
+    return Rank(config, secret=secret.value, store=store)
+
+
+async def _router_gone(rank: Rank, deadline_s: float) -> None:
+    """Serve stops all deployments at once; the router goes on until its requests have ended."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(deadline_s):
+            while rank.attached:  # noqa: ASYNC110 (it changes on another thread)
+                await asyncio.sleep(DRAIN_POLL_S)

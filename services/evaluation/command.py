@@ -1,0 +1,220 @@
+"""`csps eval`: accuracy on facts hidden in long text, over a depth x length grid.
+
+In this process, with exact attention, or through a deployed OpenAI-compatible server (greedy
+``/v1/completions``), which can be asked in several ways one beside the other: exactly and sparsely.
+The prompts are those of `csps.models.needle_prompts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from csps.models.needle_prompts.filler_kinds import FILLER_KINDS, filler_of
+from csps.models.needle_prompts.questions import KINDS, ORDERS
+from csps.models.needle_prompts.words import Count
+from csps.models.tokenizer import Tokenizer
+from csps.services.evaluation.cases import Evaluation
+from csps.services.evaluation.heat_map import plot
+from csps.services.evaluation.local_answerer import LocalAnswerer
+from csps.services.evaluation.local_model import LocalModel
+from csps.services.evaluation.scores import Answered, evaluate, summary
+from csps.services.evaluation.sensitivity import sensitivity
+from csps.services.evaluation.server_answerer import ServerAnswerer, client_of
+from csps.services.launch.settings import shipped_models
+
+DEFAULT_MODEL = shipped_models() / "needle"
+REAL_FILLERS = ("english", "code", "bytes")
+"""Kinds whose words are no tokens, so that they have to be counted; files are no others."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; its exit status. `argv` instead of the process's own arguments."""
+    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    evaluation = Evaluation(
+        kinds=tuple(arguments.kinds),
+        lengths=tuple(arguments.lengths),
+        questions=arguments.questions,
+        needles=arguments.needles,
+        share=arguments.share,
+        filler=arguments.filler,
+        order=arguments.question,
+        seed=arguments.seed,
+    )
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        output = _measure(arguments, evaluation, report)
+    except httpx.HTTPError as error:
+        print(f"csps eval: {arguments.base_url}: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        arguments.json.write_text(json.dumps(output, indent=1) + "\n")
+    if arguments.plot:
+        plot(output["results"], arguments.plot)
+    return 0
+
+
+def _measure(
+    arguments: argparse.Namespace, evaluation: Evaluation, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    if arguments.base_url:
+        return _measure_server(arguments, evaluation, report)
+    model = LocalModel.load(arguments.model, getattr(torch, arguments.dtype))
+    count = model.count if _is_counted(evaluation.filler) else None
+    output = {
+        "evaluation": asdict(evaluation),
+        "model": arguments.model.name,
+        **_summaries(evaluate(evaluation, {"": LocalAnswerer(model)}, report, count)),
+    }
+    if arguments.sensitivity:
+        output["sensitivity"] = sensitivity(evaluation, model, report, count)
+    return output
+
+
+def _measure_server(
+    arguments: argparse.Namespace, evaluation: Evaluation, report: Callable[[str], None]
+) -> dict[str, Any]:
+    with client_of(arguments.base_url, arguments.api_key) as client:
+        servers = {
+            json.dumps(body) if body else "": ServerAnswerer(
+                client,
+                model=arguments.served_model,
+                concurrency=arguments.concurrency,
+                extra_body=body,
+            )
+            for body in arguments.extra_body or [{}]
+        }
+        count = _counter(arguments.model) if _is_counted(evaluation.filler) else None
+        answered = evaluate(evaluation, servers, report, count)
+    model = next(iter(servers.values())).model
+    return {"evaluation": asdict(evaluation), "model": model, **_summaries(answered)}
+
+
+def _is_counted(filler: str) -> bool:
+    return filler in REAL_FILLERS or filler not in FILLER_KINDS
+
+
+def _counter(folder: Path) -> Count:
+    """Counts the tokens of a text with a checkpoint's tokenizer."""
+    tokenizer = Tokenizer(folder)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _summaries(answered: Mapping[str, Sequence[Answered]]) -> dict[str, Any]:
+    """``results`` of the first way to ask, ``beside`` it those of the others by their JSON."""
+    summaries = {name: summary(each) for name, each in answered.items()}
+    first, *others = summaries
+    beside = {name: summaries[name] for name in others}
+    named = {"extra_body": json.loads(first)} if first else {}
+    return {**named, "results": summaries[first], **({"beside": beside} if beside else {})}
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Of the command; exits with a line that says what contradicts what."""
+    parser = argparse.ArgumentParser(
+        prog="csps eval",
+        description="Accuracy on facts hidden in long text, over a depth x length grid.",
+    )
+    _add_prompts(parser)
+    _add_models(parser)
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also with needle or filler dropped from the KV"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a heat map here (PNG)")
+    arguments = parser.parse_args(argv)
+    _refuse_contradictions(parser, arguments)
+    return arguments
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--kinds", nargs="+", choices=KINDS, default=["single", "multi_key"])
+    prompts.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    prompts.add_argument("--questions", type=int, default=50, help="for each kind and length")
+    prompts.add_argument("--needles", type=int, default=8, help="facts in a haystack")
+    prompts.add_argument("--share", type=int, default=1, help="questions to each haystack")
+    prompts.add_argument(
+        "--filler",
+        metavar="KIND|FILE",
+        default="sentences",
+        help=f"what they are hidden in: {', '.join(FILLER_KINDS)}, or a text file",
+    )
+    prompts.add_argument(
+        "--question", choices=ORDERS, default="last", help="where it stands: before or behind"
+    )
+    prompts.add_argument("--seed", type=int, default=1)
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("model")
+    models.add_argument(
+        "--model",
+        type=Path,
+        default=DEFAULT_MODEL,
+        help="checkpoint folder; with --base-url only its tokenizer is used, to count",
+    )
+    models.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    models.add_argument("--threads", type=int, help="of torch, in this process")
+    models.add_argument("--base-url", help="ask this server instead, e.g. http://127.0.0.1:8000")
+    models.add_argument("--served-model", help="its name there; default: the first that it lists")
+    models.add_argument("--concurrency", type=int, default=1, help="requests at once to a server")
+    models.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="for the server; default: OPENAI_API_KEY of the environment",
+    )
+    models.add_argument(
+        "--extra-body",
+        type=_json_object,
+        action="append",
+        metavar="JSON",
+        help="""further fields of each request, such as '{"csps": {"attention": "exact"}}'; """
+        "several times: each question is asked in each way, and the results stand side by side",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def _refuse_contradictions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    if arguments.share < 1 or arguments.questions % arguments.share:
+        parser.error("--questions must be a multiple of --share")
+    if arguments.base_url and arguments.sensitivity:
+        parser.error("--sensitivity looks into the KV, so it needs the model in this process")
+    if arguments.base_url and arguments.share > 1 and "single" in arguments.kinds:
+        parser.error("a server sees all needles of a shared haystack: single needs --share 1")
+    if arguments.extra_body and not arguments.base_url:
+        parser.error("--extra-body goes to a server: it needs --base-url")
+    if arguments.sensitivity and arguments.question == "first":
+        parser.error("--sensitivity drops any filler, and so would the question: ask last")
+    try:
+        filler_of(arguments.filler)
+    except (OSError, ValueError) as error:
+        parser.error(f"--filler {arguments.filler}: no kind ({', '.join(FILLER_KINDS)}), {error}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,261 @@
+"""From the bytes of a request to a validated, tokenized `Generation`. CPU work, no I/O."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csps.models.chat_template import ChatTemplate, read_chat_template
+from csps.models.spec import ModelSpec, read_spec
+from csps.models.tokenizer import Tokenizer
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.csps_options import CspsOptions
+from csps.protocols.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    abridged,
+)
+from csps.protocols.messages import Sampling
+from csps.protocols.openai import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_request,
+)
+from csps.protocols.plans import Objective
+from csps.services.launch.settings import Settings
+from csps.services.router.running import Generation
+from csps.services.scheduling.fit import Fit
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Service-level objectives of one request, from its headers; None where it has none."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What is known of a request beside its body."""
+
+    request_id: str
+    slo: Slo = Slo()
+    fit: Fit | None = None
+    """What fits the gangs, once they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A request that may be submitted."""
+
+    request: GenerationRequest
+    generation: Generation
+
+
+class RequestParser:
+    """Knows one model's tokenizer, chat template and limits. Safe to use from several threads.
+
+    Raises:
+        CheckpointError: the model directory lacks what is needed to read requests.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        model_dir: Path = settings.model_dir
+        self.model = settings.model_name
+        self.tokenizer = Tokenizer(model_dir)
+        self._template: ChatTemplate | None = read_chat_template(model_dir)
+        spec: ModelSpec = read_spec(model_dir)
+        self._vocab = spec.vocab
+        self._warn_of_tokens_without_embedding()
+        self.max_positions = min(spec.max_positions, settings.max_positions or spec.max_positions)
+        self._default_max_tokens = settings.default_max_tokens
+        self.deadlines = settings.http
+        """For a body to come."""
+        self._deadline_s = settings.deadlines.request_s
+
+    def completion(self, body: bytes, arrival: Arrival) -> Accepted:
+        """`POST /v1/completions`.
+
+        Raises:
+            RequestError, InvalidTextError: the client's mistake.
+        """
+        request = parse_request(CompletionRequest, body)
+        self._check_model(request.model)
+        prompt = self._prompt_tokens(request.prompt)
+        return self._accept(request, prompt, request.alternatives, arrival)
+
+    def chat(self, body: bytes, arrival: Arrival) -> Accepted:
+        """`POST /v1/chat/completions`.
+
+        Raises:
+            RequestError, InvalidTextError: the client's mistake.
+        """
+        request = parse_request(ChatCompletionRequest, body)
+        self._check_model(request.model)
+        prompt = self.tokenizer.encode(self._rendered(request), add_special_tokens=False)
+        return self._accept(request, prompt, request.alternatives, arrival)
+
+    def _accept(
+        self,
+        request: GenerationRequest,
+        prompt: list[int],
+        alternatives: int | None,
+        arrival: Arrival,
+    ) -> Accepted:
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        ids = np.asarray(prompt, np.int32)
+        self._check_prompt(ids)
+        max_tokens = self._max_tokens(request, len(prompt), arrival.fit)
+        generation = Generation(
+            request_id=arrival.request_id,
+            prompt=ids,
+            sampling=self._sampling(request, max_tokens, alternatives),
+            objective=objective(request.csps),
+            attention=request.csps.attention,
+            csa=csa_settings(request.csps) if request.csps.attention == "csa" else None,
+            slo_ttft_ms=arrival.slo.ttft_ms,
+            slo_tpot_ms=arrival.slo.tpot_ms,
+            deadline_s=self._deadline_s,
+        )
+        return Accepted(request=request, generation=generation)
+
+    def _check_model(self, model: str) -> None:
+        if model != self.model:
+            raise ModelNotFound(model=model, served=self.model)
+
+    def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _check_prompt(self, ids: NDArray[np.int32]) -> None:
+        # Text as well: tokenizers may know more tokens than the model, "<pad>" for instance, and
+        # an id without an embedding would break the ranks, not only the request.
+        if (highest := int(ids.max())) >= self._vocab:
+            raise self._no_such_token(highest, "prompt")
+
+    def _warn_of_tokens_without_embedding(self) -> None:
+        if (highest := self.tokenizer.highest_id) >= self._vocab:
+            _log.warning(
+                "the tokenizer has token ids up to %d, the model embeds %d tokens: "
+                "prompts that contain the others are refused", highest, self._vocab,
+            )  # fmt: skip
+
+    def _rendered(self, request: ChatCompletionRequest) -> str:
+        if self._template is None:
+            raise InvalidRequest(
+                f"the model '{self.model}' has no chat template; use /v1/completions"
+            )
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        text = self._template.render(messages, add_generation_prompt=request.add_generation_prompt)
+        if not text:
+            raise InvalidRequest("the messages make an empty prompt", param="messages")
+        return text
+
+    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int, fit: Fit | None) -> int:
+        """How many tokens the answer may have: as asked for, or as many as fit."""
+        room = self.max_positions - prompt_tokens
+        wanted = request.output_limit
+        if wanted is None:
+            longest = room if fit is None else fit.longest_answer(prompt_tokens)
+            wanted = max(1, min(self._default_max_tokens, room, longest))
+        if wanted > room:
+            raise ContextLengthExceeded(
+                prompt_tokens=prompt_tokens, output_tokens=wanted, limit=self.max_positions
+            )
+        if request.min_tokens > wanted:
+            raise InvalidRequest(
+                f"min_tokens: must not exceed the answer's limit of {wanted} tokens; "
+                "set max_tokens",
+                param="min_tokens",
+            )
+        return wanted
+
+    def _sampling(
+        self, request: GenerationRequest, max_tokens: int, alternatives: int | None
+    ) -> Sampling:
+        self._check_tokens(request.stop_token_ids, "stop_token_ids")
+        self._check_tokens(request.logit_bias, "logit_bias")
+        ends = () if request.ignore_eos else self.tokenizer.eos_token_ids
+        return Sampling(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(request.top_k, 0),
+            min_p=request.min_p,
+            seed=secrets.randbits(63) if request.seed is None else request.seed,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=request.logit_bias,
+            logprobs=alternatives,
+            max_tokens=max_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*request.stop_token_ids, *ends))),
+        )
+
+    def _check_tokens(self, tokens: Iterable[int], param: str) -> None:
+        for token in tokens:
+            if token >= self._vocab:
+                raise self._no_such_token(token, param)
+
+    def _no_such_token(self, token: int, param: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"{param}: token id {token} is outside of the vocabulary of {self._vocab}", param=param
+        )
+
+
+def objective(options: CspsOptions) -> Objective:
+    """What to make the best of; a bound on TTFT alone means "as accurate as that allows"."""
+    only_ttft_bound = options.max_ttft_ms is not None and options.max_accuracy_loss is None
+    return Objective(
+        kind=options.objective or ("accuracy" if only_ttft_bound else "ttft"),
+        max_accuracy_loss=options.max_accuracy_loss,
+        max_ttft_ms=options.max_ttft_ms,
+    )
+
+
+def csa_settings(options: CspsOptions) -> CsaSettings:
+    """What the client fixes of its sparse attention; what it leaves open drops nothing."""
+    names = {field.name for field in fields(CsaSettings)} - {"drop_ratios"}
+    given = {name: getattr(options, name) for name in names}
+    settings = CsaSettings(**{name: it for name, it in given.items() if it is not None})
+    if options.drop_ratio is None:
+        return settings
+    return replace(settings, drop_ratios=options.drop_ratio)
+
+
+def read_slo(headers: Mapping[str, str]) -> Slo:
+    """The `x-slo-*` headers.
+
+    Raises:
+        InvalidRequest: one is not a positive number of milliseconds.
+    """
+    return Slo(
+        ttft_ms=_milliseconds(headers, "x-slo-ttft-ms"),
+        tpot_ms=_milliseconds(headers, "x-slo-tpot-ms"),
+    )
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise InvalidRequest(
+            f"{name}: must be a positive number of milliseconds, got {abridged(text)}", param=name
+        )
+    return value

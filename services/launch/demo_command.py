@@ -1,0 +1,157 @@
+"""`csps demo`: one long question to a running server, with its answer and its times."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import httpx
+
+from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, generate
+from csps.models.needle_prompts.questions import is_correct
+from csps.models.tokenizer import Tokenizer
+from csps.protocols.errors import FaultError
+from csps.services.launch.deploy_config import DeployConfig
+
+PROMPT_TOKENS = 16_384
+MAX_ANSWER_TOKENS = 32
+DEADLINE_S = 600.0
+"""Between two pieces of the answer; the first one takes longest."""
+
+
+@dataclass
+class Streamed:
+    """What came back, and when."""
+
+    text: str = ""
+    stamps: list[float] = field(default_factory=list)
+    """`time.perf_counter()` of each chunk that carried a token."""
+    usage: dict[str, int] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+    """The `csps` extension: plan, placement, timings."""
+
+
+def demo(config: DeployConfig) -> None:
+    """Hide a fact in 16K tokens of text, ask for it, stream the answer, print the times."""
+    prompt = question(config)
+    depths = ", ".join(f"{needle.depth:.0%}" for needle in prompt.asked)
+    print(
+        f"\nfirst request: {prompt.tokens} tokens of text with {len(prompt.haystack.needles)} "
+        f"facts hidden in it; those asked for lie at {depths}"
+    )
+    print(f"  ...{prompt.text[-160:].strip()!r}")
+    print("  answer: ", end="", flush=True)
+    started = time.perf_counter()
+    streamed = ask(config, prompt.text)
+    print("\n" + "\n".join(f"  {line}" for line in summary(prompt, streamed, started)))
+    print(how_to_go_on(config))
+
+
+def question(config: DeployConfig) -> NeedlePrompt:
+    """A needle prompt of `PROMPT_TOKENS` tokens by the served model's own tokenizer."""
+    tokenizer = Tokenizer(config.settings.model_dir)
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    wanted = NeedleConfig(length=PROMPT_TOKENS, kind="multi")
+    prompt = generate(wanted)  # exact where a word is a token, as in the default model
+    return prompt if count(prompt.text) == PROMPT_TOKENS else generate(wanted, count)
+
+
+def ask(config: DeployConfig, prompt: str) -> Streamed:
+    """Stream a greedy completion, echoing it to the terminal.
+
+    Raises:
+        FaultError: the server answered with an error.
+    """
+    body = {
+        "model": config.settings.model_name,
+        "prompt": prompt,
+        "max_tokens": MAX_ANSWER_TOKENS,
+        "temperature": 0,
+        "stop": ["\n"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "csps": {"explain": True},
+    }
+    streamed = Streamed()
+    url = f"{config.url}/v1/completions"
+    # Not through a proxy of the environment, which may know no way back to this machine.
+    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S, trust_env=False) as response:
+        if not response.is_success:
+            response.read()
+            raise FaultError(f"the server answered {response.status_code}: {response.text}")
+        for chunk in _chunks(response):
+            _take(streamed, chunk)
+    return streamed
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _take(streamed: Streamed, chunk: dict[str, Any]) -> None:
+    if "error" in chunk:
+        raise FaultError(chunk["error"]["message"])
+    streamed.usage = chunk.get("usage") or streamed.usage
+    streamed.report = chunk.get("csps") or streamed.report
+    for choice in chunk["choices"]:
+        streamed.stamps.append(time.perf_counter())
+        streamed.text += choice["text"]
+        sys.stdout.write(choice["text"])
+        sys.stdout.flush()
+
+
+def summary(prompt: NeedlePrompt, streamed: Streamed, started: float) -> list[str]:
+    """What the person at the terminal wants to know."""
+    stamps = streamed.stamps
+    ttft_s = stamps[0] - started
+    tbt_ms = 1000 * (stamps[-1] - stamps[0]) / max(1, len(stamps) - 1)
+    verdict = "right" if is_correct(prompt.answer, streamed.text) else "wrong"
+    return [
+        f"expected: {prompt.answer} ({verdict})",
+        f"time to first token: {ttft_s:.2f} s; between tokens: {tbt_ms:.1f} ms",
+        f"tokens: {streamed.usage['prompt_tokens']} in, {streamed.usage['completion_tokens']} out",
+        *plan_lines(streamed.report),
+    ]
+
+
+def plan_lines(report: dict[str, Any]) -> list[str]:
+    """The plan in words."""
+    plan, placement = report["plan"], report["placement"]
+    bounds = placement["bounds"]
+    parts = ", ".join(str(stop - start) for start, stop in pairwise(bounds))
+    shares = [
+        f"{it['span']['stop'] - it['span']['start']} on {it['instance']}"
+        for it in placement["shares"]
+    ]
+    return [
+        f"plan: {plan['attention']} attention, {plan['strategy']} ({plan['reason']})",
+        f"prefill on instances {placement['group']} ({parts} tokens), "
+        f"KV cache: {', '.join(shares)}, decoded by {placement['master']}",
+    ]
+
+
+def how_to_go_on(config: DeployConfig) -> str:
+    """Lines to copy."""
+    model, url = config.settings.model_name, config.url
+    body = json.dumps({"model": model, "prompt": "The password of", "max_tokens": 16})
+    return f"""
+the server keeps running. Ask it more:
+
+  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  print(client.completions.create(model="{model}", prompt="The password of").choices[0].text)
+
+metrics: {url}/metrics    traces: {config.settings.telemetry.spans_dir}
+stop it:  make stop"""

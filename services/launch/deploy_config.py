@@ -1,0 +1,138 @@
+"""Reading and checking `config.yaml` before anything is started.
+
+Ray's own schema ignores misspelled keys; here each is an error that names the nearest right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.services.cluster.gangs import check_gpus
+from csps.services.launch.replicas import check_override
+from csps.services.launch.settings import Settings
+
+IMPORT_PATH = "csps.services.app:build"
+DEFAULT_PORT = 8000
+SERVE_DEFAULT_NAME = "default"
+"""Of an application that the file gives no name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig:
+    """A checked Serve configuration."""
+
+    data: dict[str, Any]
+    """As `serve deploy` takes it, with absolute paths."""
+    settings: Settings
+    host: str
+    port: int
+
+    @property
+    def application_name(self) -> str:
+        """The name that Serve knows the application by."""
+        return str(_application(self.data).get("name", SERVE_DEFAULT_NAME))
+
+    @property
+    def application_args(self) -> dict[str, Any]:
+        """The settings as they are deployed."""
+        args: dict[str, Any] = _application(self.data)["args"]
+        return args
+
+    @property
+    def url(self) -> str:
+        """Where the API will be, seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}"
+
+
+def read_config(path: Path, *, port: int | None = None) -> DeployConfig:
+    """The configuration in `path`; `port` overrides its HTTP port.
+
+    Raises:
+        ConfigError: one line that says what is wrong, and where.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from None
+    except yaml.YAMLError as exc:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(exc).split())}") from None
+    try:
+        return _check(data, port)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from None
+
+
+def _check(data: Any, port: int | None) -> DeployConfig:
+    _check_keys(data)
+    application = _application(data)
+    settings = Settings.model_validate(application.get("args") or {}).resolved()
+    check_gpus(settings)
+    for deployment in application.get("deployments") or []:
+        check_override(deployment, settings)
+    http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
+    if port is not None:
+        http["port"] = port
+    args = {
+        **(application.get("args") or {}),
+        **settings.model_dump(include={"model", "served_model_name"}),
+        "telemetry": settings.telemetry.model_dump(),
+    }
+    resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
+    return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
+
+
+def _check_keys(data: Any) -> None:
+    """Every key of Serve's own part of the file is one that Serve knows."""
+    from ray.serve.schema import (
+        DeploymentSchema,
+        HTTPOptionsSchema,
+        LoggingConfig,
+        ServeApplicationSchema,
+        ServeDeploySchema,
+    )
+
+    _check_mapping("", data)
+    _known("", data, ServeDeploySchema.model_fields)
+    _known("http_options", data.get("http_options"), HTTPOptionsSchema.model_fields)
+    _known("logging_config", data.get("logging_config"), LoggingConfig.model_fields)
+    for application in data.get("applications") or []:
+        _check_mapping("applications: ", application)
+        _known("applications", application, ServeApplicationSchema.model_fields)
+        for deployment in application.get("deployments") or []:
+            _known("applications.deployments", deployment, DeploymentSchema.model_fields)
+
+
+def _known(where: str, section: Any, allowed: Mapping[str, Any]) -> None:
+    if section is None:
+        return
+    prefix = f"{where}: " if where else ""
+    _check_mapping(prefix, section)
+    for key in section:
+        if key not in allowed:
+            raise ConfigError(
+                f"{prefix}unknown setting {abridged(key)}{nearest(str(key), allowed)}"
+            )
+
+
+def _check_mapping(prefix: str, section: Any) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{prefix}expected a mapping, got {abridged(section)}")
+
+
+def _application(data: Mapping[str, Any]) -> dict[str, Any]:
+    applications = [
+        application
+        for application in data.get("applications") or []
+        if application.get("import_path") == IMPORT_PATH
+    ]
+    if len(applications) != 1:
+        raise ConfigError(f"applications: expected one with import_path {IMPORT_PATH}")
+    return dict(applications[0])

@@ -1,0 +1,282 @@
+"""A Ray head for one machine: loopback only, token authentication on, no usage reports.
+
+`ray start --block` runs detached and is remembered in a state file, so that `csps stop` ends the
+processes of this server and of no other (`ray stop` would end every Ray on the machine).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from csps.protocols.errors import DeadlineExceeded, FaultError
+from csps.services.launch.http_front import FRONT_PORTS, front_environment
+
+LOOPBACK = "127.0.0.1"
+STATE_FILE = "ray.json"
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+START_DEADLINE_S = 60.0
+STOP_GRACE_S = 3.0
+"""Ray by itself needs two; for what Serve leaves running it would wait in vain, ten and more."""
+STOP_DEADLINE_S = 20.0
+POLL_S = 0.2
+POLL_TIMEOUT_S = 5.0
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Tensors never go through Ray; its default would be a third of the machine's memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayHead:
+    """A running head."""
+
+    pid: int
+    """Of `ray start --block`, which leads the session of all that it has started."""
+    address: str
+    dashboard: str
+    """URL of the REST API that deploys applications."""
+    token_file: str
+    log_file: str
+    socket_dir: str
+    """Of the HTTP front; in /tmp, because a socket's path must be short."""
+
+    @property
+    def alive(self) -> bool:
+        """The leading process is there, and is the one that was started."""
+        return b"--block" in _proc_file(self.pid, "cmdline")
+
+    @property
+    def left(self) -> bool:
+        """Something of it is there; without the leading process nothing that could be relied on.
+
+        A number may have come to mean another session, after a restart of the machine for one:
+        processes of this head are told by the token file in their environment.
+        """
+        mark = f"{TOKEN_VARIABLE}={self.token_file}".encode()
+        return any(mark in _proc_file(pid, "environ").split(b"\0") for pid in session_of(self.pid))
+
+    def get(self, path: str, *, timeout_s: float) -> httpx.Response:
+        """GET of the dashboard's REST API."""
+        return self._request("GET", path, timeout_s)
+
+    def put(self, path: str, body: object, *, timeout_s: float) -> httpx.Response:
+        """PUT of the dashboard's REST API."""
+        return self._request("PUT", path, timeout_s, json=body)
+
+    def _request(self, method: str, path: str, timeout_s: float, **more: Any) -> httpx.Response:
+        # Not through a proxy of the environment, which may know no way back to this machine.
+        return httpx.request(
+            method,
+            f"{self.dashboard}{path}",
+            headers=self.headers,
+            timeout=timeout_s,
+            trust_env=False,
+            **more,
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """For HTTP requests to the dashboard."""
+        return {"Authorization": f"Bearer {Path(self.token_file).read_text().strip()}"}
+
+    def environment(self) -> dict[str, str]:
+        """For processes that talk to this head."""
+        return {**_environment(self.token_file), "RAY_ADDRESS": self.address}
+
+    def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """End it and all it started; returns when they are gone.
+
+        Args:
+            grace_s: for Ray to end its processes in order; 0 kills them.
+
+        Raises:
+            DeadlineExceeded: they do not go, not even killed.
+        """
+        if grace_s > 0 and self.alive:
+            os.kill(self.pid, signal.SIGTERM)
+            _wait(lambda: not session_of(self.pid), grace_s)
+        if not _wait(lambda: _all_killed(self.pid), STOP_DEADLINE_S):
+            raise DeadlineExceeded("stopping Ray", STOP_DEADLINE_S)
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+def start_head(run_dir: Path, *, num_cpus: int | None = None) -> RayHead:
+    """Start a head whose files lie in `run_dir`; returns when it takes connections.
+
+    Raises:
+        FaultError: Ray ended at once; the message names its log.
+        DeadlineExceeded: it did not come up.
+    """
+    run_dir = run_dir.resolve()  # other processes have other working directories
+    run_dir.mkdir(parents=True, exist_ok=True)
+    token_file, log_file = run_dir / "ray-token", run_dir / "ray.log"
+    _write_secret(token_file, secrets.token_hex(32))
+    gcs_port, dashboard_port, *other_ports = _free_ports(5 + FRONT_PORTS)
+    ray_ports, front_ports = other_ports[:3], other_ports[3:]
+    command = _command(gcs_port, dashboard_port, ray_ports, num_cpus)
+    socket_dir = tempfile.mkdtemp(prefix="csps-", dir="/tmp")
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={
+                **_environment(str(token_file)),
+                **front_environment(run_dir, Path(socket_dir), ports=front_ports, host=LOOPBACK),
+            },
+            start_new_session=True,
+        )
+    head = RayHead(
+        pid=process.pid,
+        address=f"{LOOPBACK}:{gcs_port}",
+        dashboard=f"http://{LOOPBACK}:{dashboard_port}",
+        token_file=str(token_file),
+        log_file=str(log_file),
+        socket_dir=socket_dir,
+    )
+    # Before anything can go wrong: `csps stop` shall find it whatever happens to this process.
+    (run_dir / STATE_FILE).write_text(json.dumps(asdict(head)))
+    try:
+        _wait_for_dashboard(head, process)
+    except BaseException:
+        head.stop()
+        forget(run_dir)
+        raise
+    return head
+
+
+def recall(run_dir: Path) -> RayHead | None:
+    """The head of an earlier command, if anything is left of it; ask it whether it is `alive`."""
+    try:
+        head = RayHead(**json.loads((run_dir / STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return head if head.left else None
+
+
+def forget(run_dir: Path) -> None:
+    """There is no head any more."""
+    (run_dir / STATE_FILE).unlink(missing_ok=True)
+    (run_dir / "ray-token").unlink(missing_ok=True)
+
+
+def _command(
+    gcs_port: int, dashboard_port: int, other_ports: list[int], num_cpus: int | None
+) -> list[str]:
+    client_port, agent_port, agent_grpc_port = other_ports
+    options = {
+        "node-ip-address": LOOPBACK,
+        "port": gcs_port,
+        "dashboard-host": LOOPBACK,
+        "dashboard-port": dashboard_port,
+        "ray-client-server-port": client_port,
+        "dashboard-agent-listen-port": agent_port,
+        "dashboard-agent-grpc-port": agent_grpc_port,
+        "object-store-memory": OBJECT_STORE_BYTES,
+        **({} if num_cpus is None else {"num-cpus": num_cpus}),
+    }
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    return [*ray, "--disable-usage-stats", *(f"--{name}={it}" for name, it in options.items())]
+
+
+def _environment(token_file: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        **_direct_loopback(os.environ),
+        "RAY_AUTH_MODE": "token",
+        TOKEN_VARIABLE: token_file,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray runs its workers at 15, as batch jobs; people wait for these.
+        "RAY_worker_niceness": "0",
+        # Ray replaces a loopback address by that of the network interface, except under this
+        # variable, which it has for desktops. All its ports are then bound to loopback
+        # only; those on which Serve replicas listen to each other are not, and need the token.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+
+
+def _direct_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that keep this machine's own addresses away from an HTTP proxy."""
+    excepted = environment.get("no_proxy") or environment.get("NO_PROXY")
+    hosts = ",".join([*([excepted] if excepted else []), LOOPBACK, "localhost"])
+    return {"no_proxy": hosts, "NO_PROXY": hosts}
+
+
+def _write_secret(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Distinct free ports of loopback, outside of the range that Ray gives to its workers."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((LOOPBACK, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def _wait_for_dashboard(head: RayHead, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise FaultError(f"Ray did not start; see {head.log_file}")
+        with suppress(httpx.TransportError):
+            if head.get("/api/version", timeout_s=POLL_TIMEOUT_S).is_success:
+                return
+        time.sleep(POLL_S)
+    raise DeadlineExceeded("starting Ray", START_DEADLINE_S)
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _proc_file(pid: int, name: str) -> bytes:
+    """Empty if the process is gone or another user's."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _all_killed(session: int) -> bool:
+    """Nobody is left; whoever is gets killed, again and again: a raylet replaces its workers."""
+    left = session_of(session)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+def session_of(leader: int) -> list[int]:
+    """Processes of the session, zombies excluded."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # "pid (name) state ppid pgrp session ...", and a name may hold anything.
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                pids.append(int(stat.parent.name))
+    return pids

@@ -1,0 +1,288 @@
+"""What an operator can set: the `args` of the application in `config.yaml`.
+
+Every model is frozen, an unknown key is an error that names the nearest right one, and every
+message fits on one line (`parse_settings`, and `Settings.model_validate`, which Ray Serve calls).
+The secret between router and ranks and the API keys are *not* settings of this file's models that
+Ray would print: they come from the environment or from a file (`services.secrets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.topology import Topology
+from csps.services.scheduling.policies.choice import make_policy
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of all settings: frozen, strict about keys, no surprise conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and cls.model_config.get("extra") == "forbid":
+            for key in data:
+                if key not in cls.model_fields:
+                    hint = nearest(str(key), cls.model_fields)
+                    raise ValueError(f"unknown setting {abridged(key)}{hint}")
+        return data
+
+
+class GangSettings(Section):
+    """What both gangs have: so many copies of the weights, in so many processes."""
+
+    instances: Count = 2
+    """Copies of the weights; one request may use any number of them."""
+    tp: Count = 1
+    """Ranks (processes) per instance."""
+    threads: Count = 1
+    """Compute threads per rank."""
+    num_cpus: Annotated[float, Field(ge=0)] = 0.1
+    """CPUs that Ray accounts per rank. Small, so that a demo fits on two cores."""
+    num_gpus: Annotated[float, Field(ge=0)] = 0.0
+    """GPUs per rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the gang."""
+        return self.instances * self.tp
+
+
+class PrefillSettings(GangSettings):
+    """The gang that computes prompts."""
+
+    kv_slots: Count = 40_960
+    """Tokens whose KV an instance can hold while prompts are computed."""
+    progress_deadline_s: Seconds = 180.0
+    """A gang is replaced when the instances of a step, and those that they wait for, were silent
+    for so long. Ranks at work tell about once a second, or once for a part of a layer that takes
+    longer, however long the prompt is."""
+
+
+class DecodeSettings(GangSettings):
+    """The gang that holds the KV cache and draws tokens."""
+
+    kv_slots: Count = 65_536
+    """Tokens whose KV an instance can hold; a request may be spread over several."""
+    silence_deadline_s: Seconds = 120.0
+    """A gang is replaced when it owes tokens or slots and was silent for so long."""
+
+
+class SchedulingSettings(Section):
+    """Which policy decides what starts where, and what it is told (`docs/scheduling.md`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    policy: str = "csps"
+    """Its name. All other keys of this section but `log` are the policy's own options."""
+    log: str | None = None
+    """File that every decision of the router can be replayed from: what the scheduler was told,
+    turn by turn, without tokens or text (`docs/scheduling.md`). None keeps no log."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the policy is told."""
+        return dict(self.__pydantic_extra__ or {})
+
+    @model_validator(mode="after")
+    def _policy_takes_the_options(self) -> Self:
+        make_policy(self.policy, self.options, beside=type(self).model_fields)
+        return self
+
+
+class DeadlineSettings(Section):
+    """How long a request's ways inside the cell may take. What has to be transferred counts: a
+    deadline is a base, and so much more for every thousand tokens of the prompt."""
+
+    reserve_s: Seconds = 10.0
+    """For decode instances to set slots aside."""
+    reserve_s_per_1k_tokens: Duration = 0.01
+    landing_s: Seconds = 60.0
+    """From the prefill's last token until all KV is where it decodes."""
+    landing_s_per_1k_tokens: Duration = 1.0
+    gang_recovery_s: Seconds = 60.0
+    """A request waits so long for lost gangs to be replaced."""
+    request_s: Seconds | None = None
+    """A request that has not finished so long after its submission fails; None waits."""
+
+
+class QueueSettings(Section):
+    """How long the line may get before clients are asked to come back."""
+
+    max_waiting: Count = 256
+    max_waiting_tokens: Count = 4_194_304
+    """Sum of prompt and answer tokens of all waiting requests."""
+    max_attempts: Count = 3
+    """Times a request is tried when the cluster fails under it; one that has streamed goes on with
+    its next token."""
+
+
+class HttpSettings(Section):
+    """Patience with clients that stop in the middle of a request; each gets a 408.
+
+    That for headers belongs to the HTTP front (`services.header_deadline`).
+    """
+
+    body_deadline_s: Seconds = 60.0
+    """For a whole body. Of the largest that is a megabyte in two seconds."""
+    body_silence_s: Seconds = 10.0
+    """For the next byte of a body."""
+
+
+class TelemetrySettings(Section):
+    """Where spans go."""
+
+    enabled: bool = True
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP traces endpoint, for instance http://127.0.0.1:4318/v1/traces."""
+    spans_dir: str = "run/traces"
+    """Without an endpoint, each process writes one JSON object a span into a file here."""
+    sample: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Fraction of requests that are traced, unless the client's `traceparent` decides."""
+    timeline_sample: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of requests whose trace also has every phase on every rank (`docs/timeline.md`),
+    unless the client's `tracestate` asks for it; more than `sample` has no effect. None by
+    default: a long prompt has thousands of phases, and the next job waits while they are noted."""
+    project: str = "csps"
+    """`openinference.project.name`: groups traces in Arize Phoenix."""
+
+
+class TopologySettings(Section):
+    """Where ranks are, and how far that is (`docs/sparse-attention.md`)."""
+
+    prefill: tuple[str, ...] = ()
+    """Rack-Server-GPU id of each rank, such as "0-3-1", in rank order. Empty, each rank asks its
+    Ray node for the label `csps.io/server`, the node's Rack-Server id; nodes without the label are
+    all taken for one server, 0-0."""
+    decode: tuple[str, ...] = ()
+    """The same of the decode gang."""
+    link_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """How much longer a byte takes from server to server than inside one, for the choice between
+    strategies. 1, a byte is a byte, is how the paper counts; nobody has measured the links yet,
+    and any other number would be a guess. Measure, and divide the rates."""
+
+
+class Settings(Section):
+    """One cell: a router, a configurator, a prefill gang and a decode gang."""
+
+    model: str = "needle"
+    """Hugging Face checkpoint directory, or the name of a model shipped in `models/`."""
+    served_model_name: str | None = None
+    """Name in the API; None takes the directory's name."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "auto"
+    """Interface that ranks listen on; `auto` takes the address that Ray knows the node by."""
+    max_positions: Count | None = None
+    """Longest prompt plus answer; None takes the model's own limit."""
+    default_max_tokens: Count = 256
+    """Answer length of a chat request that does not set one."""
+    max_body_bytes: Count = 32 * 1024 * 1024
+    api_keys_file: str | None = None
+    """One key a line; `CSPS_API_KEYS` (comma separated) adds to it. None of both: open server."""
+    drain_s: Seconds = 30.0
+    """How long a stopping server lets running requests finish."""
+    scaling_information_base: str = "run/scaling-information-base.sqlite"
+    """What `csps profile` has measured on this machine with this model (`docs/profiling.md`).
+    Where it is missing, the coefficients that come with csps stand in."""
+    prefill: PrefillSettings = PrefillSettings()
+    decode: DecodeSettings = DecodeSettings()
+    scheduling: SchedulingSettings = SchedulingSettings()
+    queue: QueueSettings = QueueSettings()
+    http: HttpSettings = HttpSettings()
+    deadlines: DeadlineSettings = DeadlineSettings()
+    topology: TopologySettings = TopologySettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _topology_fits_the_gangs(self) -> Self:
+        _check_locations("prefill", self.topology.prefill, self.prefill)
+        _check_locations("decode", self.topology.decode, self.decode)
+        return self
+
+    @classmethod
+    def model_validate(cls, obj: Any, **kwargs: Any) -> Self:
+        """As pydantic's, but a mistake is one line of text.
+
+        Raises:
+            ConfigError: a key is unknown, or a value does not fit.
+        """
+        try:
+            return super().model_validate(obj, **kwargs)
+        except ValidationError as exc:
+            raise ConfigError(_one_line(exc)) from None
+
+    def resolved(self) -> Self:
+        """The same with absolute paths, for processes with other working directories.
+
+        Raises:
+            ConfigError: the model does not exist.
+        """
+        spans = Path(self.telemetry.spans_dir).expanduser().resolve()
+        log = self.scheduling.log
+        if log is not None:
+            log = str(Path(log).expanduser().resolve())
+        return self.model_copy(
+            update={
+                "model": str(self.model_dir),
+                "served_model_name": self.model_name,
+                "scaling_information_base": str(
+                    Path(self.scaling_information_base).expanduser().resolve()
+                ),
+                "scheduling": self.scheduling.model_copy(update={"log": log}),
+                "telemetry": self.telemetry.model_copy(update={"spans_dir": str(spans)}),
+            }
+        )
+
+    @property
+    def model_dir(self) -> Path:
+        """The checkpoint directory.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for candidate in (Path(self.model).expanduser(), shipped_models() / self.model):
+            if (candidate / "config.json").is_file():
+                return candidate.resolve()
+        raise ConfigError(f"model: no config.json in {abridged(self.model, 200)}")
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_model_name or Path(self.model).name
+
+
+def shipped_models() -> Path:
+    """The `models` room, where the default checkpoint lies."""
+    return Path(__file__).resolve().parents[2] / "models"
+
+
+def _check_locations(role: str, locations: Sequence[str], gang: GangSettings) -> None:
+    """A topology gives every rank of the gang a place of its own, or says nothing at all."""
+    if not locations:
+        return
+    try:
+        Topology.of_gang(locations, ranks=gang.ranks, tp=gang.tp)
+    except ConfigError as error:
+        raise ValueError(f"topology.{role}: {error}") from None
+
+
+def _one_line(exc: ValidationError) -> str:
+    """The first mistake, as `path: what is wrong`, and how many more there are."""
+    errors = exc.errors(include_url=False, include_input=False)
+    first = errors[0]
+    where = ".".join(str(part) for part in first["loc"])
+    what = first["msg"].removeprefix("Value error, ")
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{where}: {what}{more}" if where else f"{what}{more}"

@@ -1,0 +1,58 @@
+"""What the router tells the metrics."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from csps.protocols.gang_members import GangRole
+from csps.protocols.messages import FinishReason
+from csps.services.router.running import Running
+
+
+class Observer(Protocol):
+    """Callbacks on the event loop, in the middle of the token path: they must be quick."""
+
+    def submitted(self, running: Running) -> None:
+        """Admitted; `running.generation` says what it is."""
+
+    def refused(self, error: Exception) -> None:
+        """Not admitted."""
+
+    def started(self, running: Running) -> None:
+        """An attempt's first step was sent; `running.timings.queue_s` is known."""
+
+    def first_token(self, running: Running) -> None:
+        """`running.timings.ttft_s` and `prefill_s` are known."""
+
+    def token(self, running: Running, gap_s: float) -> None:
+        """A later token, `gap_s` after the one before."""
+
+    def retried(self, running: Running, error: Exception) -> None:
+        """An attempt was lost to a fault of the cluster; the request waits again."""
+
+    def finished(self, running: Running, reason: FinishReason) -> None:
+        """The end of the answer, or its withdrawal; all timings are known."""
+
+    def failed(self, running: Running, error: Exception) -> None:
+        """The end without a whole answer."""
+
+    def gang_lost(self, role: GangRole, gang_id: str) -> None:
+        """A gang is gone with all it held."""
+
+    def cluster_ready(self, epoch: str) -> None:
+        """Both gangs are attached and linked."""
+
+
+class NoObserver:
+    """Watches nothing."""
+
+    def submitted(self, running: Running) -> None: ...
+    def refused(self, error: Exception) -> None: ...
+    def started(self, running: Running) -> None: ...
+    def first_token(self, running: Running) -> None: ...
+    def token(self, running: Running, gap_s: float) -> None: ...
+    def retried(self, running: Running, error: Exception) -> None: ...
+    def finished(self, running: Running, reason: FinishReason) -> None: ...
+    def failed(self, running: Running, error: Exception) -> None: ...
+    def gang_lost(self, role: GangRole, gang_id: str) -> None: ...
+    def cluster_ready(self, epoch: str) -> None: ...
