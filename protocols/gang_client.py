@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -54,8 +53,6 @@ class GangClient:
         self._clients: dict[int, RpcClient] = {}
         self.descriptions: tuple[RankDescription, ...] = ()
         """What the ranks say of themselves, in rank order; empty before `attach`."""
-        self.last_heard = 0.0
-        """`time.monotonic()` of the last notification."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves to the reason."""
 
@@ -109,14 +106,12 @@ class GangClient:
             secret=secret,
             name=self._router_id,
             deadline_s=self._deadline_s,
-            on_notification=lambda method, payload: self._notified(rank, method, payload),
+            on_notification=lambda method, payload: self._on_notification(
+                self, rank, method, payload
+            ),
         )
         self._clients[rank] = client
         client.closed.add_done_callback(lambda closed: self._closed(rank, closed.result()))
-
-    def _notified(self, rank: int, method: str, payload: Any) -> None:
-        self.last_heard = time.monotonic()
-        self._on_notification(self, rank, method, payload)
 
     def _closed(self, rank: int, reason: ConnectionLost) -> None:
         self.hang_up(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
@@ -210,10 +205,6 @@ class GangClient:
             self.call(rank, method, payload, deadline_s=deadline_s)
             for rank in range(self.world_size)
         )
-
-    async def describe(self) -> list[RankDescription]:
-        """What the ranks say of themselves now."""
-        return [unpack(RankDescription, answer) for answer in await self.call_all("describe")]
 
     async def stats(self) -> list[RankStats]:
         """What the ranks hold and do now."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from file_generations import FileGenerations
 from gang_cell import SECRET
 
 from csps.configurator.shapes import AttentionShape
@@ -29,7 +30,6 @@ from csps.protocols.openai_responses import error_body
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
-from csps.services.cluster.generations import FileGenerations
 from csps.services.router.cost_book import CostBook
 from csps.services.router.running import Generation, Running
 from csps.services.router.service import RequestService

@@ -30,11 +30,6 @@ class Fit:
         return bool(self._trials)
 
     @property
-    def context_limit(self) -> int:
-        """Most tokens, prompt and answer together, of any request."""
-        return max((_context_limit(pair) for pair, _ in self._trials), default=0)
-
-    @property
     def promised(self) -> int:
         """Tokens up to which prompt and answer may share the room as a client likes, as far as
         the answer fits on one instance."""

@@ -24,11 +24,6 @@ def numbered(generation: int, counter: int) -> int:
     return generation << COUNTER_BITS | counter
 
 
-def generation_of(number: int) -> int:
-    """The router's generation that gave the id out."""
-    return number >> COUNTER_BITS
-
-
 def instance_id(gang: GangId, index: int) -> InstanceId:
     """Instance `index` of a gang."""
     assert 0 <= index < 1 << INDEX_BITS, "too many instances for one gang"

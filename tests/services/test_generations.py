@@ -7,9 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from file_generations import FileGenerations
 from ray.experimental import internal_kv
 
-from csps.services.cluster.generations import FileGenerations, Generations, MemoryGenerations
+from csps.services.cluster.generations import Generations, MemoryGenerations
 from csps.services.cluster.ray_generations import RayGenerations
 
 
