@@ -30,7 +30,6 @@ from csps.services.scheduling.commands import (
 from csps.services.scheduling.events import (
     AnyEvent,
     Cancelled,
-    Committed,
     Finished,
     FirstToken,
     Heard,
@@ -276,7 +275,6 @@ class Simulator:
         outcome.stamps.append(self._timeline.now_ns)
         if outcome.first_token_ns < 0:
             outcome.first_token_ns = self._timeline.now_ns
-            self.tell(Committed(request=request))
         if outcome.drawn == outcome.arrival.output_tokens:
             self.finished(sequence, request)
         else:

@@ -124,7 +124,9 @@ class CostBook:
 
     def _want(self, buckets: Sequence[Bucket]) -> None:
         filled = self._newest.buckets
-        self._wanted.update((it, None) for it in buckets if it not in filled)
+        self._wanted.update(
+            (it, None) for it in buckets if it not in filled and it.cls in self._classes
+        )
         if self._wanted and self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="ask the configurator")
             self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
@@ -133,16 +135,19 @@ class CostBook:
         while self._wanted:
             wanted = [it for it in self._wanted if it.cls in self._classes]
             self._wanted.clear()
+            if not wanted:
+                return  # their classes were forgotten meanwhile
             questions = StrategyQuestions(asked=tuple(map(self._question, wanted)))
             try:
                 async with asyncio.timeout(ANSWER_S):
                     answer = await self._configure(questions)
+                chosen = dict(zip(wanted, answer.chosen, strict=True))
             except Exception as exc:  # it may run elsewhere and fail in any way
                 _log.warning("the configurator did not answer (%s); asking again", exc)
                 self._wanted.update(dict.fromkeys(wanted))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._enter(dict(zip(wanted, answer.chosen, strict=True)))
+            self._enter(chosen)
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
         return StrategyQuestion(

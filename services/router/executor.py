@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Executor:
-    """See the module.
+    """One of its methods for each kind of command.
 
     One sequencer: `_launch` sends a step to every rank of the gang without giving the event loop
     away in between, so all ranks see all steps in one order. That is what keeps steps on

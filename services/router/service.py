@@ -27,6 +27,9 @@ from csps.services.telemetry.observer import NoObserver, Observer
 
 _log = logging.getLogger(__name__)
 
+BROKEN = "the router is about to be replaced"
+"""After a mistake of ours that ended its scheduling; Serve's next health check sees it."""
+
 
 class RequestService:
     """Takes requests from `submit` to their last token; listens to the cluster.
@@ -96,8 +99,12 @@ class RequestService:
 
     def check_health(self) -> None:
         """Raise what a scheduling turn, or a command in the background, has failed with."""
-        if (fault := self._turns.fault or self._executor.fault) is not None:
-            raise fault
+        if self._fault is not None:
+            raise self._fault
+
+    @property
+    def _fault(self) -> BaseException | None:
+        return self._turns.fault or self._executor.fault
 
     def check_integrity(self) -> None:
         """Assert that no slot and no request was lost track of."""
@@ -111,12 +118,13 @@ class RequestService:
     @property
     def ready(self) -> bool:
         """Requests would be served now. They are accepted all the same while they would not."""
-        return self._scheduler.ready and self._cluster.link is not None
+        healthy = self._fault is None
+        return healthy and self._scheduler.ready and self._cluster.link is not None
 
     @property
     def trouble(self) -> str:
         """Why not `ready`, in words that clients may read."""
-        return self._cluster.phase
+        return self._cluster.phase if self._fault is None else BROKEN
 
     @property
     def fit(self) -> Fit | None:
@@ -180,6 +188,8 @@ class RequestService:
     def _check_open(self) -> None:
         if self._closing:
             raise QueueFull("the server is shutting down", retry_after_s=10.0)
+        if self._fault is not None:  # nothing would ever be decided about it
+            raise QueueFull(BROKEN, retry_after_s=10.0)
 
     # --- the cluster (ClusterListener) ---------------------------------------------------------
 

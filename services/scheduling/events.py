@@ -47,14 +47,6 @@ class Submitted(Event, frozen=True, tag="submitted"):
     share a step."""
     deadline_ns: int | None = None
     """Absolute; the request fails then unless it has finished."""
-    hashes: tuple[bytes, ...] = ()
-    """Chain hashes of the prompt's prefix, made outside the scheduler."""
-
-
-class Committed(Event, frozen=True, tag="committed"):
-    """The first byte of the answer has left."""
-
-    request: RequestId
 
 
 class Cancelled(Event, frozen=True, tag="cancelled"):
@@ -200,7 +192,6 @@ class Drain(Event, frozen=True, tag="drain"):
 
 AnyEvent = (
     Submitted
-    | Committed
     | Cancelled
     | FirstToken
     | Landed

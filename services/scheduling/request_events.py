@@ -37,7 +37,6 @@ class RequestEvents:
         self._steps, self._retries = steps, retries
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             ev.Submitted: requests.submit,
-            ev.Committed: self._committed,
             ev.Cancelled: self._cancelled,
             ev.FirstToken: self._first_token,
             ev.Landed: self._landed,
@@ -47,10 +46,6 @@ class RequestEvents:
             ev.Progress: self._progress,
             ev.StepDone: self._step_done,
         }
-
-    def _committed(self, event: ev.Committed) -> None:
-        if (request := self._requests.live.get(event.request)) is not None:
-            request.committed = True
 
     def _cancelled(self, event: ev.Cancelled) -> None:
         if (request := self._requests.live.get(event.request)) is not None:

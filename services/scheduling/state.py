@@ -122,7 +122,6 @@ class Request(Live, kw_only=True, eq=False):
     attempts: int = 0
     lone_losses: int = 0
     """Prefill gangs that died while nobody but this request was in them."""
-    committed: bool = False
     waiting: bool = True
     """In the line, or in the pause before another attempt."""
     sequence: Sequence | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
@@ -65,3 +67,18 @@ def test_any_tensor_parallelism_has_a_prediction(tp: int) -> None:
     for strategy in ("auto", "csa/5e1f", "sp_tp/12"):
         assert TABLE.best(strategy, GroupShape((2, 2), tp), 0, TOKENS).time_ns > 0
     assert TABLE.iteration_ns(2, tp, 4, 10_000) > 0
+
+
+async def test_nothing_is_asked_for_classes_that_were_forgotten() -> None:
+    asked: list[StrategyQuestions] = []
+
+    async def note(questions: StrategyQuestions) -> StrategyChoices:
+        asked.append(questions)
+        raise LookupError
+
+    book = CostBook(TABLE, note)
+    book.costs.best("csa/nobody", GroupShape((2,)), 0, TOKENS)
+    book.look()
+    await asyncio.sleep(0)
+    await book.close()
+    assert asked == []

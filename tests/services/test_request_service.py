@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed, 
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.protocols.schema import pack
 from csps.services.router.running import Running
+from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.limits import QueueLimits
+from csps.services.scheduling.scheduler import Outcome, Scheduler
 
 
 async def read(running: Running) -> list[TokenDrawn]:
@@ -695,3 +698,31 @@ async def _replace_one(cell: FakeCell, rng: Any, step: int) -> None:
         await cell.decode.kill(0)
         await cell.replace(FakeGang("decode", f"d{step}"))
     cell.runs_by_itself()
+
+
+async def test_a_mistake_of_ours_is_seen_at_once() -> None:
+    """Nothing would be decided about a request any more: none is taken in."""
+
+    class Broken(Scheduler):
+        broken = False
+
+        def handle(self, events: Iterable[AnyEvent], now_ns: int) -> Outcome:
+            assert not self.broken, "a mistake of ours"
+            return super().handle(events, now_ns)
+
+    made: list[Broken] = []
+
+    def scheduler(*args: Any, **options: Any) -> Scheduler:
+        made.append(Broken(*args, **options))
+        return made[0]
+
+    async with fake_cell(make_scheduler=scheduler) as cell:
+        assert cell.service.ready
+        made[0].broken = True
+        cell.submit()
+        await until(lambda: not cell.service.ready)
+        assert "about to be replaced" in cell.service.trouble
+        with pytest.raises(QueueFull, match="about to be replaced"):
+            cell.submit()
+        with pytest.raises(AssertionError, match="a mistake of ours"):
+            cell.service.check_health()

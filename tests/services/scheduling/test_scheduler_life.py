@@ -233,7 +233,6 @@ def test_the_policy_is_asked_once_a_turn_and_only_when_something_has_changed() -
     desk.turn(desk.prefill(), desk.decode(), LINK)
     assert policy.asked == 1
     desk.turn(ev.Heard(instances=(65536,)))
-    desk.turn(ev.Committed(request=1))
     desk.turn()
     desk.turn(ev.Wake())
     assert policy.asked == 1

@@ -101,9 +101,8 @@ def test_a_log_says_what_its_commands_depend_on(tmp_path: Path) -> None:
 def test_every_event_comes_back_from_a_log(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     events: list[ev.AnyEvent] = [
-        ev.Submitted(request=1, prompt_tokens=5, output_tokens=3, hashes=(b"ab", b"cd")),
+        ev.Submitted(request=1, prompt_tokens=5, output_tokens=3),
         ev.Submitted(request=2, prompt_tokens=5, output_tokens=3, cls="x", deadline_ns=1 << 60),
-        ev.Committed(request=1),
         ev.Cancelled(request=1),
         ev.FirstToken(sequence=1 << 62),
         ev.Landed(sequence=1, instance=65536, tokens=5),
