@@ -22,6 +22,9 @@ Ratios = tuple[tuple[float, ...], ...]
 """Drop ratios of levels 2, 3, …; of each one for all KV heads, or one per KV head."""
 
 
+_LARGEST = math.nextafter(1.0, 0.0)
+
+
 def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
     """Ratios that keep half as much from level to level: keep_{2+n} = keep_2 / 2^n.
 
@@ -36,7 +39,8 @@ def halving(drop_ratio: float | Sequence[float], levels: int) -> Ratios:
     for ratio in by_head:
         _check_ratio(ratio)
     return tuple(
-        tuple(1.0 - (1.0 - ratio) / 2**n if ratio else 0.0 for ratio in by_head)
+        # Of the largest ratios the halves round up to 1, which would keep nothing.
+        tuple(min(1.0 - (1.0 - ratio) / 2**n, _LARGEST) if ratio else 0.0 for ratio in by_head)
         for n in range(levels - 1)
     )
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from csps.protocols.errors import ConnectionLost, DeadlineExceeded
+from csps.protocols.errors import ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import CancelRequest, JoinBatch
 from csps.protocols.schema import pack
@@ -150,7 +150,20 @@ class Executor:
         for instance in idle:
             self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
         if rest.pieces:
-            self._launch(rest, gang, [it for it in sequences if not it.over])
+            self._launch_or_fail(rest, gang, [it for it in sequences if not it.over])
+
+    def _launch_or_fail(
+        self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
+    ) -> None:
+        """What no group can run ends these requests, and not the router with all the others."""
+        try:
+            self._launch(command, gang, sequences)
+        except ConfigError as error:
+            _log.exception("step %d cannot be run", command.step)
+            for sequence in sequences:
+                self._reports.fail(sequence, error)
+            for instance in command.group:
+                self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
 
     def _launch(
         self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]

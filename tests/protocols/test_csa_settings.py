@@ -57,6 +57,13 @@ def test_a_group_with_all_that_is_asked_for_has_it() -> None:
     assert not list(settings.shortfalls(plan))
 
 
+def test_the_largest_drop_ratio_is_one_at_every_level() -> None:
+    settings = CsaSettings(drop_ratios=((0.9999999999999999,),))
+    plan = settings.for_group(SERVERS, layers=2, longest_spt=100)
+    assert plan.levels == 3
+    assert plan.layer_group(0).drop_ratio(3, 0) < 1
+
+
 @given(SETTINGS, LOCATIONS, st.data())
 def test_every_group_gets_a_plan_that_a_job_accepts(
     settings: CsaSettings, locations: tuple[str, ...], data: st.DataObject

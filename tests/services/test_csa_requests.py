@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_gangs import SHAPE, FakeCell, FakeGang, fake_cell, until
 
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.errors import InvalidRequest
-from csps.protocols.messages import PrefillDone
+from csps.protocols.errors import ConfigError, InvalidRequest
+from csps.protocols.messages import PrefillDone, Sampling
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.router.running import Running, Timings
+from csps.services.router.running import Generation, Running, Timings
 
 RULES = StrategyRules(SHAPE)
+SETTINGS = CsaSettings(drop_ratios=((0.5,),))
 
 
 async def configure(questions: StrategyQuestions) -> StrategyChoices:
@@ -134,6 +136,34 @@ async def test_how_an_open_strategy_is_chosen_is_told_once_it_was_compared() -> 
                 await until(lambda before=before: cell.costs.costs.table.digest != before)
             running.cancel()
         assert "because nothing moves less" in running.plan.reason
+
+
+async def test_what_no_group_can_run_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The settings were checked when they came: this is a mistake of ours."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConfigError("no group can run this")
+
+    async with cell_of() as cell:
+        other = cell.submit(tokens=900)
+        await cell.decoding(other)
+        monkeypatch.setattr(CsaSettings, "for_group", refuse)
+        bad = Generation(
+            request_id="bad",
+            prompt=np.arange(1500, dtype=np.int32),
+            sampling=Sampling(max_tokens=2),
+            attention="csa",
+            csa=SETTINGS,
+        )
+        running = cell.service.submit(bad)
+        with pytest.raises(ConfigError, match="no group can run this"):
+            await anext(running)
+        cell.service.check_health()
+        assert cell.service.ready
+        other.cancel()
+        await cell.settled()
 
 
 def test_hidden_communication_is_of_all_ranks_together() -> None:
