@@ -83,7 +83,8 @@ def candidates(scores_bv: Tensor, filters: Sequence[Filters]) -> Iterator[Candid
     if narrow:
         top_k = [filters[row].top_k for row in narrow]
         scores_bc, ids_bc, cut = _highest(_rows(scores_bv, narrow), top_k)
-        wide += [row for row, is_cut in zip(narrow, cut, strict=True) if is_cut]
+        cut_rows = [row for row, is_cut in zip(narrow, cut, strict=True) if is_cut]
+        wide = sorted(wide + cut_rows)  # `_rows` takes all rows for the batch as it stands
         whole = [place for place, is_cut in enumerate(cut) if not is_cut]
         if whole:
             kept = [narrow[place] for place in whole]

@@ -83,6 +83,16 @@ def test_every_row_is_drawn_as_if_it_were_alone(
     ]
 
 
+def test_a_row_with_ties_at_its_top_k_keeps_its_place() -> None:
+    """It is looked at again with the rows of wide filters, behind which it does not belong."""
+    scores_bv = scores_of(0, 2, NARROW + 1, 1)
+    filters = [Filters(top_k=NARROW - 1), Filters()]
+    uniforms = [0.3, 0.7]
+    assert draw(scores_bv, filters, uniforms).tolist() == [
+        reference(scores_bv[row], it, uniforms[row]) for row, it in enumerate(filters)
+    ]
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(filters=st.lists(FILTERS, min_size=2, max_size=5), seed=st.integers(0, 1000))
 def test_probabilities_do_not_depend_on_the_batch(filters: list[Filters], seed: int) -> None:
