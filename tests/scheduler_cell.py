@@ -57,6 +57,8 @@ class SentSequence:
     """Cancelled, failed or restarted: no token comes any more."""
     freeing: bool = False
     """The decode gang frees it."""
+    freed_in: int = -1
+    """The turn in which an instance freed it last."""
 
 
 @dataclass
@@ -68,7 +70,8 @@ class SentRequest:
     drawn: int = 0
     sequence: int | None = None
     ended: str = ""
-    cancelled: bool = False
+    ended_in: int = -1
+    """The turn in which it was cancelled or drew its last token."""
 
 
 class RandomCell:
@@ -78,6 +81,7 @@ class RandomCell:
         self.random = random.Random(seed)
         self.scheduler, self.faults = scheduler, faults
         self.now_ns = 0
+        self.turns = 0
         self.wake_at_ns: int | None = None
         self.requests: dict[int, SentRequest] = {}
         self.sequences: dict[int, SentSequence] = {}
@@ -138,6 +142,7 @@ class RandomCell:
         self.commands += outcome.commands
         for command in outcome.commands:
             self._carry_out[type(command)](command)
+        self.turns += 1
         self.scheduler.check_integrity()
         self._check_slots()
 
@@ -250,7 +255,7 @@ class RandomCell:
         sequence = self.sequences[number]
         sequence.silent = True
         request = self.requests[sequence.reserve.request]
-        request.ended = request.ended or "finished"
+        request.ended, request.ended_in = request.ended or "finished", self.turns
         request.sequence = None
         if sequence.joined:
             sequence.freeing = True
@@ -295,6 +300,7 @@ class RandomCell:
             sequence = self.sequences[number]
             instance = self.random.choice(sequence.unfreed)
             sequence.unfreed.remove(instance)
+            sequence.freed_in = self.turns
             self._pending.append(ev.Freed(sequence=number, instance=instance))
 
     # --- faults ---
@@ -323,7 +329,7 @@ class RandomCell:
         for sequence in self.sequences.values():
             if gang_of(sequence.reserve.master) == gang:
                 sequence.unfreed, sequence.silent = [], True
-            elif sequence.prefill == gang and not sequence.joined:
+            elif sequence.prefill == gang and not (sequence.first_token and not sequence.unlanded):
                 sequence.silent = True
 
     def _link_breaks(self) -> None:
@@ -344,6 +350,7 @@ class RandomCell:
             refused = sequence.unfreed[: self.random.randint(0, len(sequence.unfreed))]
             for instance in refused:
                 sequence.unfreed.remove(instance)
+                sequence.freed_in = self.turns
                 self._pending.append(ev.Freed(sequence=number, instance=instance))
         self._pending.append(
             ev.Failed(
@@ -358,7 +365,7 @@ class RandomCell:
         if open_requests := list(self._open()):
             number = self.random.choice(open_requests)
             request = self.requests[number]
-            request.ended, request.cancelled = "cancelled", True
+            request.ended, request.ended_in = "cancelled", self.turns
             if request.sequence is not None:
                 self.sequences[request.sequence].silent = True
             self._pending.append(ev.Cancelled(request=number))
@@ -407,12 +414,13 @@ class RandomCell:
         for gang in command.gangs:
             assert gang in self.gangs, "cancelled on a dead gang"
             if gang == gang_of(sequence.reserve.master):
-                assert sequence.unfreed, "cancelled where nothing is held"
+                late = sequence.freed_in == self.turns
+                assert sequence.unfreed or late, "cancelled where nothing is held"
                 sequence.freeing = True
 
     def _restart(self, command: cmd.Restart) -> None:
         request = self.requests[command.request]
-        assert request.ended in ("", "cancelled"), "restarted, but over"
+        assert not request.ended or request.ended_in == self.turns, "restarted, but over"
         assert request.sequence in (None, command.sequence)
         request.sequence = None
 
@@ -424,7 +432,8 @@ class RandomCell:
 
     def _end(self, number: int, how: str) -> None:
         request = self.requests[number]
-        assert request.ended in ("", "cancelled"), f"{how}, but {request.ended}"
+        late = request.ended_in == self.turns
+        assert not request.ended or late, f"{how}, but {request.ended}"
         request.ended, request.sequence = how, None
 
     def _reset(self, command: cmd.ResetGang) -> None:

@@ -65,6 +65,8 @@ class DecodeOverlay:
         """Whether `place` finds a place: slots enough together, and for the answer on one."""
         if self._batch >= self._options.max_batch or prompt_tokens + output_tokens > self._free:
             return False
+        if self._holders[self._freest[0][1]].free >= output_tokens:
+            return True
         if self._largest < 0:
             self._largest = max(it.free for it in self._holders.values())
         return output_tokens <= self._largest
@@ -97,12 +99,15 @@ class DecodeOverlay:
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
+            if holder.free == self._largest:
+                self._largest = -1
             holder.free -= sign * count
+            if holder.free > self._largest >= 0:
+                self._largest = holder.free
             if instance == placed.master:
                 holder.mastered += sign
             insort(self._freest, holder.rank)
             self._free -= sign * count
-        self._largest = -1
         self._batch += sign
 
     def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed:
