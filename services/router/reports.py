@@ -38,6 +38,7 @@ from csps.services.scheduling.events import (
     WireError,
 )
 from csps.services.scheduling.ids import GangId, instance_id
+from csps.services.scheduling.turn import wire_error
 
 HEARD_S = 1.0
 """Signs of life of an instance that are closer together are one."""
@@ -158,12 +159,6 @@ class Reports:
         failed = unpack(RequestFailed, payload)
         if (sequence := self._sequences.serving(failed.rid)) is not None:
             self.fail(sequence, _error_of(failed))
-
-
-def wire_error(error: Exception) -> WireError:
-    """An exception as the scheduler keeps it."""
-    data = error.wire_data() if isinstance(error, CspsError) else None
-    return WireError(type(error).__name__, str(error), data or None)
 
 
 def error_of(wire: WireError) -> CspsError:

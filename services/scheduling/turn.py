@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from csps.protocols.errors import CspsError, to_wire
+from csps.protocols.errors import to_wire
 from csps.services.scheduling.commands import AnyCommand, Cancel, ResetGang, SetGroup
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId
@@ -37,7 +37,7 @@ class Turn:
         self.commands = kept
 
 
-def wire_error(error: CspsError) -> WireError:
+def wire_error(error: Exception) -> WireError:
     """An exception in the form that crosses the seam."""
     wire = to_wire(error)
     return WireError(wire["code"], wire["message"], wire.get("data"))
