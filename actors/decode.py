@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed, token_drawn
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.landing import Reservation
 from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag

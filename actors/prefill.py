@@ -27,7 +27,7 @@ from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.bridge import Bridge, send_layer
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue

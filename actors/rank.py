@@ -22,7 +22,7 @@ import torch
 
 from csps.actors.bridge import Bridge
 from csps.actors.decode import DecodeLoop
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.kv_pool import KvPool
 from csps.actors.landing import Landing
 from csps.actors.layout import GangLayout

@@ -41,7 +41,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     """A decode rank: obeys (context, batch, steps), answers with the times of the first master's
     iterations."""
     from csps.actors.decode import DecodeLoop
-    from csps.actors.engine import Engine
+    from csps.actors.engine.engine import Engine
     from csps.actors.kv_pool import KvPool
     from csps.actors.layout import GangLayout
     from csps.actors.mesh import Mesh, StoreAddress, join_store

@@ -18,7 +18,7 @@ from rank_world import RankWorld, rank_world
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout

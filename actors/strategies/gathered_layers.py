@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.mesh import Tag
 from csps.actors.transfers import Label, Transfer, Transfers
 from csps.models.network import Layer

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from csps.actors.collectives.row_gather import all_gather
 from csps.actors.collectives.row_tree import flat_tree
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.mesh import Tag
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.group import HeadSplit, SpGroup

@@ -29,7 +29,7 @@ from csps.actors.collectives.row_reduce import RowReduce
 from csps.actors.collectives.row_tree import flat_tree, server_tree
 from csps.actors.csa.geometry import LevelGeometry, spanning_parts
 from csps.actors.csa.schedule import DropSchedule
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
 from csps.actors.strategies.head_history import HeadHistory, HeadHolder, HistoryUnderWay
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards

@@ -10,7 +10,7 @@ from small_blocks import blocks_of
 from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
 from strategy_ranks import job_of
 
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.job_clock import JobClock
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.gathered_weights import GatheredWeights

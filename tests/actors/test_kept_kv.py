@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool

@@ -12,7 +12,7 @@ from property_examples import examples
 from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history, started_once
 from strategy_ranks import job_of
 
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.timeline import TRANSFERS, Timeline

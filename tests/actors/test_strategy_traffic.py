@@ -14,7 +14,7 @@ from torch import Tensor
 
 from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.mesh import InstanceGroup
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
-from csps.actors.engine import Engine
+from csps.actors.engine.engine import Engine
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 
