@@ -155,6 +155,7 @@ class DecodeLoop:
 
     def join(self, request: JoinBatch) -> None:
         """Leader: decode a request from the next iteration on."""
+        assert request.first_token is not None, "nothing rides on these ranks"
         self._order(Order(Change.JOIN, request.rid, request.first_token))
 
     def cancel(self, rid: int) -> None:

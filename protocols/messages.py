@@ -227,7 +227,8 @@ class CancelRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Reserve:
-    """`reserve`: set KV slots aside and expect the prompt's KV from a prefill gang."""
+    """`reserve`: set KV slots aside and expect the prompt's KV from a prefill gang; or, with
+    `prompt`, a sequence that computes its prompt in the stream in which it is decoded."""
 
     rid: int
     epoch: str
@@ -238,6 +239,9 @@ class Reserve:
     prompt_length: int
     """Tokens to be prefilled, those of `drawn` included."""
     sampling: Sampling
+    prompt: bytes = b""
+    """Of a sequence that rides (`protocols.iteration`): all tokens to be computed, int32, only to
+    the ranks of its master. Empty: steps compute the prompt, and its KV is sent here."""
     prompt_tokens: bytes = b""
     drawn: bytes = b""
     """As in `PrefillPiece`."""
@@ -248,10 +252,14 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinBatch:
-    """`join`, to the leader: the request's KV has landed everywhere, decode it."""
+    """`join`, to the leader: decode the request. Its KV has landed everywhere, or it rides."""
 
     rid: int
-    first_token: int
+    first_token: int | None
+    """None: it rides, and its first token comes as a row of `Tokens` like any other."""
+    budget: int = 0
+    """Tokens that an iteration of the stream may compute, with riders (`iteration.fill`). The last
+    one that was told counts."""
 
 
 # --- to the router (notifications on the router's own connection) ---------------------------

@@ -1,0 +1,141 @@
+"""Filling iterations: against Sarathi-Serve's Alg. 3 written out, and what it promises."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+
+from csps.protocols.iteration import RowState, fill
+
+
+@st.composite
+def row_states(draw: st.DrawFn) -> RowState:
+    prompt = draw(st.integers(1, 40))
+    stop = prompt + draw(st.integers(0, 5))
+    return RowState(next=draw(st.integers(0, stop)), prompt=prompt, stop=stop)
+
+
+def test_rows_that_decode_come_before_prompts_that_have_begun_and_these_before_new_ones() -> None:
+    new, decoding = RowState(0, 100, 110), RowState(50, 50, 60)
+    begun = RowState(30, 40, 50)
+    assert fill([new, decoding, begun], 20) == [9, 1, 10]
+    assert fill([new, decoding, begun], 11) == [0, 1, 10]
+    assert fill([new, decoding, begun], 5) == [0, 1, 4]
+    assert fill([new, decoding, begun], 1) == [0, 1, 0]
+
+
+def test_rows_that_decode_run_whatever_the_budget() -> None:
+    assert fill([RowState(8, 8, 9)] * 5 + [RowState(0, 3, 3)], 2) == [1] * 5 + [0]
+
+
+def test_a_row_that_has_computed_all_computes_nothing() -> None:
+    assert fill([RowState(10, 8, 10), RowState(8, 8, 8)], 4) == [0, 0]
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(row_states(), max_size=12), st.integers(0, 60))
+def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
+    rows: list[RowState], budget: int
+) -> None:
+    lengths = fill(rows, budget)
+    decoding = [it.prompt <= it.next for it in rows]
+    ones = sum(length for length, decodes in zip(lengths, decoding, strict=True) if decodes)
+    prefilled = sum(lengths) - ones
+    to_prefill = sum(it.prompt - it.next for it in rows if it.next < it.prompt)
+    assert prefilled == min(max(0, budget - ones), to_prefill)
+    for row, length in zip(rows, lengths, strict=True):
+        if row.next < row.prompt:
+            assert 0 <= length <= row.prompt - row.next
+        else:
+            assert length == (row.next < row.stop)
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(row_states(), max_size=12), st.integers(1, 60))
+def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
+    rows: list[RowState], budget: int
+) -> None:
+    lengths = fill(rows, budget)
+    decoding = sum(it.prompt <= it.next < it.stop for it in rows)
+    begun = [index for index, it in enumerate(rows) if 0 < it.next < it.prompt]
+    new = [index for index, it in enumerate(rows) if it.next == 0]
+    if budget > decoding and (begun or new):
+        assert lengths[(begun or new)[0]] > 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of Alg. 3."""
+
+    arrival: int
+    prompt: int
+    output: int
+    done: int = 0
+    drawn: int = 0
+
+
+def sarathi(requests: list[Request], budget: int) -> list[dict[int, int]]:
+    """Alg. 3 as it is printed, one iteration after another: what each request computes in each."""
+    waiting = deque(sorted(enumerate(requests), key=lambda it: it[1].arrival))
+    batch: list[tuple[int, Request]] = []
+    iterations: list[dict[int, int]] = []
+    while waiting or batch:
+        computed: dict[int, int] = {}
+        tokens = 0
+        for number, it in batch:
+            if it.done == it.prompt:
+                tokens += 1
+                computed[number] = 1
+        for number, it in batch:
+            if it.done < it.prompt:
+                chunk = min(it.prompt - it.done, max(0, budget - tokens))
+                if chunk:
+                    tokens += chunk
+                    computed[number] = chunk
+        while waiting and waiting[0][1].arrival <= len(iterations) and tokens < budget:
+            number, it = waiting.popleft()
+            chunk = min(it.prompt, budget - tokens)
+            tokens += chunk
+            computed[number] = chunk
+            batch.append((number, it))
+        iterations.append(computed)
+        for number, it in list(batch):
+            if number not in computed:
+                continue
+            if it.done < it.prompt:
+                it.done += computed[number]
+            if it.done == it.prompt:
+                it.drawn += 1
+                if it.drawn == it.output:
+                    batch.remove((number, it))
+    return iterations
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 30), st.integers(1, 6)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(8, 40),
+)
+def test_batches_are_those_of_sarathi(sizes: list[tuple[int, int, int]], budget: int) -> None:
+    """The budget is as large as the most rows, as the policy demands."""
+    expected = sarathi([Request(*it) for it in sizes], budget)
+    order = sorted(range(len(sizes)), key=lambda number: sizes[number][0])
+    states = {
+        number: RowState(0, prompt, prompt + output - 1)
+        for number, (_, prompt, output) in enumerate(sizes)
+    }
+    for iteration, computed in enumerate(expected):
+        there = [it for it in order if sizes[it][0] <= iteration]
+        lengths = fill([states[it] for it in there], budget)
+        assert {it: n for it, n in zip(there, lengths, strict=True) if n} == computed
+        for it, length in zip(there, lengths, strict=True):
+            states[it] = states[it]._replace(next=states[it].next + length)
+    assert all(it.next == it.stop for it in states.values())
