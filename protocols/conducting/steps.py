@@ -1,0 +1,231 @@
+"""The steps of a gang: which are prepared, which may start, which have begun."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTask:
+    """What the conductor needs to know of a step."""
+
+    id: int
+    ranks: tuple[int, ...]
+    urgent: bool
+    parts: int
+    """The last point of its exchange program; reaching it ends the step."""
+    sequences: tuple[int, ...]
+    """Those that it computes; none in a step that moves KV."""
+    owner: int
+
+    def __post_init__(self) -> None:
+        assert self.ranks
+        assert self.parts >= 1
+        assert len(set(self.ranks)) == len(self.ranks)
+        assert len(set(self.sequences)) == len(self.sequences)
+
+    @property
+    def leader(self) -> int:
+        """The rank that reports."""
+        return min(self.ranks)
+
+
+class Quantum(NamedTuple):
+    """A `Run` in the log."""
+
+    seq: int
+    until: int
+    parts: int
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that is not finished."""
+
+    task: StepTask
+    number: int
+    """Steps submitted before it."""
+    prepared: set[int] = field(default_factory=set)
+    ready: bool = False
+    """Prepared by all members, and first with all its sequences."""
+    started: bool = False
+    """Its ranks are kept for it."""
+    until: int = 0
+    """Part up to which the log lets it run; 0 before its first quantum."""
+    size: int = 0
+    """Parts of its newest quantum."""
+    outstanding: deque[Quantum] = field(default_factory=deque)
+    """Quanta that its leader has not reported, oldest first."""
+    ran_parts: int = 0
+    ran_ns: int = 0
+    leader_done: bool = False
+    cancelled: set[int] = field(default_factory=set)
+    withdrawn: list[int] = field(default_factory=list)
+    """Cancelled sequences of which the log says nothing yet."""
+
+    @property
+    def ending(self) -> bool:
+        """Whether its last quantum is in the log."""
+        return self.until == self.task.parts
+
+    def next_until(self, quantum_ns: int) -> int:
+        """Where its next quantum ends: after about `quantum_ns` by the parts reported so far.
+
+        A quantum has at most twice the parts of the one before, since parts differ and the first
+        ones may be the short ones.
+        """
+        left = self.task.parts - self.until
+        if self.leader_done:
+            return self.task.parts
+        if not self.ran_parts:
+            return self.until + max(1, min(self.size, left))
+        fit = quantum_ns * self.ran_parts // max(self.ran_ns, 1)
+        return self.until + max(1, min(fit, 2 * self.size, left))
+
+
+class Steps:
+    """All steps that are not finished, and the ranks that they keep."""
+
+    def __init__(self, ranks: int) -> None:
+        self._all: dict[int, Step] = {}
+        self._submitted = 0
+        self._early: dict[int, set[int]] = {}
+        """Ranks that have prepared a step which was not submitted yet."""
+        self._late: dict[int, int] = {}
+        """How many ranks have still to prepare a step that is gone."""
+        self._of_sequence: dict[int, list[Step]] = {}
+        self._ready: dict[bool, list[Step]] = {True: [], False: []}
+        """Startable steps that have not started, oldest first, by class."""
+        self._running: dict[bool, list[Step]] = {True: [], False: []}
+        """Started steps, oldest first, by class."""
+        self._keeper: dict[bool, list[Step | None]] = {
+            urgent: [None] * ranks for urgent in (True, False)
+        }
+        """The started step on each rank, by class."""
+        self.wanted = [0] * ranks
+        """Started and startable steps on each rank."""
+        self._wanted_urgent = [0] * ranks
+
+    def get(self, step: int) -> Step | None:
+        """A step that is not finished."""
+        return self._all.get(step)
+
+    def of_sequence(self, sequence: int) -> tuple[Step, ...]:
+        """Steps that compute a sequence, oldest first."""
+        return tuple(self._of_sequence.get(sequence, ()))
+
+    def of_owner(self, owner: int) -> list[Step]:
+        """Steps of an owner, oldest first."""
+        return [step for step in self._all.values() if step.task.owner == owner]
+
+    def running(self) -> Iterator[Step]:
+        """Started steps, urgent ones first, the oldest first."""
+        yield from self._running[True]
+        yield from self._running[False]
+
+    def on_top(self, rank: int) -> Step | None:
+        """The started step on a rank that no other one may interrupt."""
+        return self._keeper[True][rank] or self._keeper[False][rank]
+
+    def interrupted(self, step: Step) -> bool:
+        """Whether a started urgent step is in a long one's way."""
+        urgent = self._keeper[True]
+        return not step.task.urgent and any(urgent[rank] is not None for rank in step.task.ranks)
+
+    def interruptible(self, step: Step) -> bool:
+        """Whether an urgent step has one of a long step's ranks, or waits for it."""
+        return not step.task.urgent and any(self._wanted_urgent[r] for r in step.task.ranks)
+
+    def add(self, task: StepTask) -> None:
+        """A step was submitted."""
+        assert task.id not in self._all, f"step {task.id} was submitted twice"
+        step = Step(task, self._submitted, self._early.pop(task.id, set()))
+        self._submitted += 1
+        self._all[task.id] = step
+        for sequence in task.sequences:
+            self._of_sequence.setdefault(sequence, []).append(step)
+        self._check_ready(step)
+
+    def refuse(self, task: StepTask) -> None:
+        """A step was submitted that nobody wants any more."""
+        self._forget(task, self._early.pop(task.id, set()))
+
+    def prepare(self, step_id: int, rank: int) -> None:
+        """A rank has prepared a step, which may be submitted later, or be gone."""
+        step = self._all.get(step_id)
+        if step is not None:
+            step.prepared.add(rank)
+            self._check_ready(step)
+        elif step_id in self._late:
+            self._late[step_id] -= 1
+            if not self._late[step_id]:
+                del self._late[step_id]
+        else:
+            self._early.setdefault(step_id, set()).add(rank)
+
+    def start(self) -> None:
+        """Start what can start. A startable step that cannot keeps younger ones of its class off
+        its ranks, or a step on many ranks would wait for ever for all of them at once."""
+        for urgent in (True, False):
+            blocked = {r for r, keeper in enumerate(self._keeper[urgent]) if keeper is not None}
+            if not urgent:
+                blocked.update(r for r, top in enumerate(self._keeper[True]) if top is not None)
+            waiting = self._ready[urgent]
+            started = [step for step in waiting if self._start(step, blocked)]
+            if started:
+                self._ready[urgent] = [step for step in waiting if not step.started]
+
+    def _start(self, step: Step, blocked: set[int]) -> bool:
+        """Start a step if none of its ranks is blocked; they are afterwards."""
+        step.started = blocked.isdisjoint(step.task.ranks)
+        blocked.update(step.task.ranks)
+        if step.started:
+            insort(self._running[step.task.urgent], step, key=_number)
+            for rank in step.task.ranks:
+                self._keeper[step.task.urgent][rank] = step
+        return step.started
+
+    def remove(self, step: Step) -> None:
+        """A step is finished, or nobody wants it any more."""
+        del self._all[step.task.id]
+        if step.ready:
+            self._count(step, -1)
+            (self._running if step.started else self._ready)[step.task.urgent].remove(step)
+        if step.started:
+            for rank in step.task.ranks:
+                self._keeper[step.task.urgent][rank] = None
+        for sequence in step.task.sequences:
+            line = self._of_sequence[sequence]
+            line.remove(step)
+            if line:
+                self._check_ready(line[0])
+            else:
+                del self._of_sequence[sequence]
+        self._forget(step.task, step.prepared)
+
+    def _forget(self, task: StepTask, prepared: set[int]) -> None:
+        missing = len(task.ranks) - len(prepared)
+        if missing:
+            self._late[task.id] = missing
+
+    def _check_ready(self, step: Step) -> None:
+        if step.ready or len(step.prepared) < len(step.task.ranks):
+            return
+        if all(self._of_sequence[s][0] is step for s in step.task.sequences):
+            step.ready = True
+            insort(self._ready[step.task.urgent], step, key=_number)
+            self._count(step, 1)
+
+    def _count(self, step: Step, change: int) -> None:
+        for rank in step.task.ranks:
+            self.wanted[rank] += change
+            if step.task.urgent:
+                self._wanted_urgent[rank] += change
+
+
+def _number(step: Step) -> int:
+    return step.number

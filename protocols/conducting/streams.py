@@ -1,0 +1,113 @@
+"""The streams of a gang: their rows, the leases that they have, and how long an iteration takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+LEASES = 2
+"""Of a stream that may be outstanding."""
+LEASE_NS = 20_000_000
+"""A lease's length, where no step waits for it: what a row that joins has to wait, twice."""
+LEASE_ITERATIONS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sequence in a stream."""
+
+    owner: int
+    since: int = 0
+    """Number of the entry by which it joined; 0 before."""
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One stream. Rows are those that the next lease will have."""
+
+    id: int
+    ranks: tuple[int, ...]
+    version: int = 0
+    rows: dict[int, Row] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)
+    """The first token of each row that is not in the log yet."""
+    left: list[int] = field(default_factory=list)
+    """Sequences that the log still has as rows."""
+    leases: dict[int, int] = field(default_factory=dict)
+    """Iterations of each lease that nobody has reported, by its number in the log."""
+    served: int = 0
+    """Number of its newest lease; 0 before the first."""
+    iteration_ns: int = 0
+    """Measured; 0 before the first report."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the log has other rows."""
+        return bool(self.joined or self.left)
+
+    def long_lease(self) -> int:
+        """Iterations of a lease that no step waits for."""
+        if not self.iteration_ns:
+            return 1
+        return max(1, min(LEASE_ITERATIONS, LEASE_NS // self.iteration_ns))
+
+    def measured(self, seq: int, nanoseconds: int) -> None:
+        """A lease was reported by a master. All masters report; the first one counts."""
+        n = self.leases.pop(seq, 0)
+        if n:
+            latest = max(1, nanoseconds // n)
+            self.iteration_ns = (
+                (3 * self.iteration_ns + latest) // 4 if self.iteration_ns else latest
+            )
+
+
+class Streams:
+    """All streams, and where each sequence is a row."""
+
+    def __init__(self, ranks: int) -> None:
+        self._all: dict[int, Stream] = {}
+        self._on: list[list[Stream]] = [[] for _ in range(ranks)]
+        self._of_sequence: dict[int, Stream] = {}
+
+    def open(self, stream: int, ranks: tuple[int, ...]) -> None:
+        """A stream without rows."""
+        assert stream not in self._all, f"stream {stream} is open"
+        assert ranks
+        assert len(set(ranks)) == len(ranks)
+        self._all[stream] = Stream(stream, ranks)
+        for rank in ranks:
+            self._on[rank].append(self._all[stream])
+
+    def get(self, stream: int) -> Stream | None:
+        """A stream that was opened."""
+        return self._all.get(stream)
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._all.values())
+
+    def live(self, rank: int) -> Iterator[Stream]:
+        """Streams with rows on a rank."""
+        return (stream for stream in self._on[rank] if stream.rows)
+
+    def join(self, stream: int, sequence: int, token: int, owner: int) -> None:
+        """A sequence becomes a row."""
+        assert sequence not in self._of_sequence, f"sequence {sequence} is a row"
+        joined = self._all[stream]
+        joined.rows[sequence] = Row(owner)
+        joined.joined[sequence] = token
+        self._of_sequence[sequence] = joined
+
+    def leave(self, sequence: int) -> None:
+        """A sequence is no row any more, if it was one."""
+        stream = self._of_sequence.pop(sequence, None)
+        if stream is None:
+            return
+        del stream.rows[sequence]
+        if stream.joined.pop(sequence, None) is None:
+            stream.left.append(sequence)
+
+    def finish(self, stream: Stream, sequence: int, seq: int) -> None:
+        """A row was finished by a lease. It may have left, and even have joined again, since."""
+        row = stream.rows.get(sequence)
+        if row is not None and 0 < row.since < seq:
+            self.leave(sequence)

@@ -1,0 +1,275 @@
+"""Who computes when on a gang's ranks: the order of its log.
+
+Steps and streams on overlapping groups of ranks share one order, so that no two ranks wait for each
+other: each executes what names it, in the log's order, and the oldest entry that is not executed
+everywhere can always be executed. What a scheduler decided comes in as events, with what ranks
+report; entries come out. There is no clock and no input or output here, nothing is iterated but in
+a fixed order, and all numbers are whole: the same calls give the same entries.
+
+A rank has at most a long step, above it an urgent one, and above both an iteration of a stream.
+Whatever this waits for is the report of an entry that is in the log already, so it will come: a
+stream never waits for a step's report, a step waits for its own and for the leases of streams on
+its ranks.
+"""
+
+from __future__ import annotations
+
+from csps.protocols.conducting.steps import Quantum, Step, Steps, StepTask
+from csps.protocols.conducting.streams import LEASES, Stream, Streams
+from csps.protocols.errors import ProtocolError
+from csps.protocols.log_entries import (
+    Abort,
+    Change,
+    EndOwner,
+    Entry,
+    Iterate,
+    Iterated,
+    Op,
+    Prepared,
+    Ran,
+    Report,
+    Run,
+    Shutdown,
+)
+
+__all__ = ["Conductor", "StepTask"]
+
+QUANTUM_NS = 50_000_000
+
+
+class Conductor:
+    """Appends to a gang's log. After any number of events, `take` has what they lead to."""
+
+    def __init__(self, ranks: int, quantum_ns: int = QUANTUM_NS) -> None:
+        """For a gang of `ranks` ranks; a step computes for about `quantum_ns` at a time."""
+        self._ranks = tuple(range(ranks))
+        self._quantum_ns = quantum_ns
+        self._steps = Steps(ranks)
+        self._streams = Streams(ranks)
+        self._ran = [0] * ranks
+        """Number of the newest `Run` that each rank has in the log."""
+        self._ended: set[int] = set()
+        self._closed = False
+        self._seq = 0
+        self._log: list[tuple[Entry, tuple[int, ...]]] = []
+
+    def take(self) -> list[tuple[Entry, tuple[int, ...]]]:
+        """Entries to append now, in order, each with the ranks that execute it."""
+        if not self._closed:
+            self._steps.start()
+            self._empty_streams()
+            while self._quanta() or self._lease():
+                pass
+        log, self._log = self._log, []
+        return log
+
+    # Events
+
+    def open_stream(self, stream: int, ranks: tuple[int, ...]) -> None:
+        """A stream without rows, whose iterations its ranks do together."""
+        self._streams.open(stream, ranks)
+
+    def submit(self, task: StepTask) -> None:
+        """A step is to be run once its ranks have prepared it, of which they may tell before."""
+        if self._closed or task.owner in self._ended:
+            self._steps.refuse(task)
+        else:
+            self._steps.add(task)
+
+    def join(self, stream: int, sequence: int, token: int, owner: int) -> None:
+        """A sequence becomes a row of a stream; its first iteration is given `token`."""
+        if not self._closed and owner not in self._ended:
+            self._streams.join(stream, sequence, token, owner)
+
+    def report(self, report: Report) -> None:
+        """What a rank reports.
+
+        Raises:
+            ProtocolError: it reports what it was not told to do.
+        """
+        match report:
+            case Prepared(rank, step):
+                self.prepared(step, rank)
+            case Ran(rank, seq, step, part, nanoseconds, done):
+                self.ran(rank, seq, step, part, nanoseconds, done)
+            case Iterated(rank, seq, stream, nanoseconds, finished):
+                self.iterated(rank, seq, stream, nanoseconds, finished)
+
+    def prepared(self, step: int, rank: int) -> None:
+        """A rank has a step's tokens, and has taken its slots."""
+        self._steps.prepare(step, rank)
+
+    def ran(self, rank: int, seq: int, step: int, part: int, nanoseconds: int, done: bool) -> None:
+        """A step's leader has executed a quantum; nothing if the step was aborted since.
+
+        Raises:
+            ProtocolError: it is not the step's oldest quantum, or another rank reports it.
+        """
+        running = self._steps.get(step)
+        if running is None:
+            return
+        if rank != running.task.leader or not running.outstanding:
+            raise ProtocolError(f"rank {rank} reports entry {seq} of step {step} unasked")
+        quantum = running.outstanding[0]
+        if quantum.seq != seq or part > running.task.parts:
+            raise ProtocolError(f"rank {rank} reports entry {seq} of step {step} out of order")
+        running.outstanding.popleft()
+        running.ran_parts += quantum.parts
+        running.ran_ns += nanoseconds
+        running.leader_done = running.leader_done or done
+        if quantum.until == running.task.parts:
+            self._steps.remove(running)
+
+    def iterated(
+        self, rank: int, seq: int, stream: int, nanoseconds: int, finished: tuple[int, ...] = ()
+    ) -> None:
+        """A master has executed a lease. The first of a stream's masters to say so ends it; rows
+        that finished leave whenever theirs does.
+
+        Raises:
+            ProtocolError: the stream has no such rank.
+        """
+        iterating = self._streams.get(stream)
+        if iterating is None or rank not in iterating.ranks:
+            raise ProtocolError(f"rank {rank} reports entry {seq} of stream {stream} unasked")
+        iterating.measured(seq, nanoseconds)
+        for sequence in finished:
+            self._streams.finish(iterating, sequence, seq)
+
+    def cancel(self, sequence: int) -> None:
+        """A sequence is given up: as a row, and in all steps that are known. A step that has no
+        other one is aborted, unless its last quantum is on its way."""
+        for step in self._steps.of_sequence(sequence):
+            if step.ending or sequence in step.cancelled:
+                continue
+            step.cancelled.add(sequence)
+            step.withdrawn.append(sequence)
+            if len(step.cancelled) == len(step.task.sequences):
+                self._abort(step)
+        self._streams.leave(sequence)
+
+    def end_owner(self, owner: int) -> None:
+        """All that an owner has submitted is given up, and no more of it is taken. A step whose
+        last quantum is on its way still reports."""
+        if self._closed or owner in self._ended:
+            return
+        self._ended.add(owner)
+        for step in self._steps.of_owner(owner):
+            if not step.until:
+                self._steps.remove(step)
+            elif not step.ending:
+                self._abort(step)
+        for stream in self._streams:
+            rows = [sequence for sequence, row in stream.rows.items() if row.owner == owner]
+            for sequence in rows:
+                self._streams.leave(sequence)
+            # What the ranks have for the owner's rows goes with the next entry.
+            if rows:
+                self._change(stream)
+        self._append(EndOwner(owner), self._ranks)
+
+    def shutdown(self) -> None:
+        """Abort what runs, and append no more."""
+        if self._closed:
+            return
+        for step in tuple(self._steps.running()):
+            if step.until and not step.ending:
+                self._abort(step)
+        self._append(Shutdown(), self._ranks)
+        self._closed = True
+
+    # Entries
+
+    def _append(self, op: Op, ranks: tuple[int, ...]) -> int:
+        self._seq += 1
+        self._log.append((Entry(self._seq, op), ranks))
+        return self._seq
+
+    def _abort(self, step: Step) -> None:
+        self._append(Abort(step.task.id), step.task.ranks)
+        self._steps.remove(step)
+
+    def _quanta(self) -> bool:
+        """Give every step a quantum that may have one; whether one had. No two of them share a
+        rank."""
+        steps = [step for step in self._steps.running() if self._may_run(step)]
+        for step in steps:
+            self._run(step)
+        return bool(steps)
+
+    def _may_run(self, step: Step) -> bool:
+        """Whether a step may have a quantum: each stream on its ranks had a lease since the last
+        quantum there, of whichever step."""
+        if not self._goes_on(step) or len(step.outstanding) >= self._ahead(step):
+            return False
+        return all(
+            self._ran[rank] < stream.served
+            for rank in step.task.ranks
+            for stream in self._streams.live(rank)
+        )
+
+    def _goes_on(self, step: Step) -> bool:
+        return not step.ending and not self._steps.interrupted(step)
+
+    def _ahead(self, step: Step) -> int:
+        """Quanta of a step that may be outstanding: two where nothing else can have its ranks
+        before it is finished, so that they need not wait for its report to come and go."""
+        beside = any(True for rank in step.task.ranks for _ in self._streams.live(rank))
+        return 1 if beside or self._steps.interruptible(step) else 2
+
+    def _run(self, step: Step) -> None:
+        until = step.next_until(self._quantum_ns)
+        withdrawn, step.withdrawn = tuple(step.withdrawn), []
+        seq = self._append(Run(step.task.id, until, withdrawn), step.task.ranks)
+        step.size = until - step.until
+        step.outstanding.append(Quantum(seq, until, step.size))
+        step.until = until
+        for rank in step.task.ranks:
+            self._ran[rank] = seq
+
+    def _lease(self) -> bool:
+        """Give the stream a lease that has waited longest of those that may have one; whether there
+        is one."""
+        waiting = [stream for stream in self._streams if stream.rows and self._length(stream)]
+        if not waiting:
+            return False
+        stream = min(waiting, key=lambda stream: stream.served)
+        n = self._length(stream)
+        if stream.changed:
+            self._change(stream)
+        stream.served = self._append(Iterate(stream.id, stream.version, n), stream.ranks)
+        stream.leases[stream.served] = n
+        return True
+
+    def _length(self, stream: Stream) -> int:
+        """Iterations of a lease that a stream may have now; 0 for none.
+
+        A step whose report is awaited gets the turn that it could not take yet, as long as the
+        stream has something to do in the meantime.
+        """
+        if len(stream.leases) == LEASES:
+            return 0
+        if not any(self._steps.wanted[rank] for rank in stream.ranks):
+            return stream.long_lease()
+        if stream.leases and any(self._is_due(rank, stream) for rank in stream.ranks):
+            return 0
+        return 1
+
+    def _is_due(self, rank: int, stream: Stream) -> bool:
+        """Whether a step on a rank would go on, and has had no quantum since a stream's lease."""
+        step = self._steps.on_top(rank)
+        return step is not None and self._goes_on(step) and self._ran[rank] < stream.served
+
+    def _change(self, stream: Stream) -> None:
+        stream.version += 1
+        joined, left = tuple(stream.joined.items()), tuple(stream.left)
+        seq = self._append(Change(stream.id, stream.version, joined, left), stream.ranks)
+        for sequence, _ in joined:
+            stream.rows[sequence].since = seq
+        stream.joined, stream.left = {}, []
+
+    def _empty_streams(self) -> None:
+        """Tell ranks of rows that have left even where no lease follows."""
+        for stream in self._streams:
+            if stream.left and not stream.rows:
+                self._change(stream)

@@ -1,0 +1,153 @@
+"""A gang's log, and what ranks report about it, as they cross between ranks.
+
+Rank 0's conductor (`conductor.py`) appends entries; every rank executes those that name it, in
+the log's order. A frame is a MessagePack array of entries or of reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+from csps.protocols.errors import ProtocolError
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""An id, a number of something, or nanoseconds."""
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Compute a step up to a part; the first one begins it, the one to its last part ends it."""
+
+    step: Count
+    until: Positive
+    withdrawn: tuple[Count, ...] = ()
+    """Sequences given up from the next layer on; each is named once."""
+
+
+class Iterate(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A lease: iterate a stream's rows `n` times."""
+
+    stream: Count
+    version: Count
+    """Changes of the stream before this entry."""
+    n: Positive
+
+
+class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Change a stream's rows: first some leave, then others join. A sequence may do both."""
+
+    stream: Count
+    version: Positive
+    """Changes of the stream, this one included."""
+    joined: tuple[tuple[Count, Count], ...] = ()
+    """(sequence, the token that its first iteration is given)."""
+    left: tuple[Count, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Give back what a step holds, and stop it if it has begun; there is no report of it.
+
+    A step that has begun may lie below another one, which goes on.
+    """
+
+    step: Count
+
+
+class EndOwner(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Drop what is prepared for an owner. What ran for it was aborted, and its rows have left."""
+
+    owner: Count
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """The last entry."""
+
+
+Op = Run | Iterate | Change | Abort | EndOwner | Shutdown
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the log."""
+
+    seq: Positive
+    """Its number. Consecutive in the log, increasing at each rank."""
+    op: Op
+
+
+class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A rank has a step's tokens, and has taken its slots."""
+
+    rank: Count
+    step: Count
+
+
+class Ran(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A step's leader, the lowest of its ranks, has executed a `Run`."""
+
+    rank: Count
+    seq: Positive
+    """Of the `Run`."""
+    step: Count
+    part: Count
+    """Reached."""
+    nanoseconds: Count
+    """Taken by the step itself since the `Run` before."""
+    done: bool
+    """Whether the leader has nothing left to compute."""
+
+
+class Iterated(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A master's first rank has executed an `Iterate`."""
+
+    rank: Count
+    seq: Positive
+    """Of the `Iterate`."""
+    stream: Count
+    nanoseconds: Count
+    """Of all iterations of the lease."""
+    finished: tuple[Count, ...] = ()
+    """Sequences of this master that need no further iteration."""
+
+
+Report = Prepared | Ran | Iterated
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ENTRIES = msgspec.msgpack.Decoder(list[Entry])
+_REPORTS = msgspec.msgpack.Decoder(list[Report])
+
+
+def pack_entries(entries: Iterable[Entry]) -> bytes:
+    """A frame of entries, in the order of the log."""
+    return _ENCODER.encode(list(entries))
+
+
+def unpack_entries(frame: bytes) -> list[Entry]:
+    """The entries of a frame.
+
+    Raises:
+        ProtocolError: the frame is none of entries.
+    """
+    try:
+        return _ENTRIES.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a frame of log entries: {error}") from None
+
+
+def pack_reports(reports: Iterable[Report]) -> bytes:
+    """A frame of reports of one rank, in the order in which it made them."""
+    return _ENCODER.encode(list(reports))
+
+
+def unpack_reports(frame: bytes) -> list[Report]:
+    """The reports of a frame.
+
+    Raises:
+        ProtocolError: the frame is none of reports.
+    """
+    try:
+        return _REPORTS.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a frame of reports: {error}") from None
