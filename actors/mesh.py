@@ -230,7 +230,8 @@ class Mesh:
         """By peer, since the mesh exists: read the difference."""
         self._counting = threading.Lock()
         self._closed = threading.Event()
-        self._cuda = torch.device(device).type == "cuda"
+        self.device = torch.device(device)
+        self._cuda = self.device.type == "cuda"
         self._in_groups = self._cuda or data_group is not None
         scoped = PrefixStore(name, store)
         self._control = _gloo(PrefixStore("control", scoped), rank, world_size, host)
@@ -239,7 +240,7 @@ class Mesh:
         if self._in_groups and world_size > 1:
             # NCCL makes a communicator in its first call, in which all ranks must take part: the
             # first exchange of a part of the gang would wait for the others forever.
-            self._data.eager_connect_single_device(torch.device(device))
+            self._data.eager_connect_single_device(self.device)
 
     @_with_peer()
     def tell(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
@@ -267,9 +268,11 @@ class Mesh:
         return self._data if tensor.is_cuda == self._cuda else self._control
 
     @property
-    def on_cuda(self) -> bool:
-        """Waiting then holds up the device's stream and not the host."""
-        return self._cuda
+    def in_order(self) -> bool:
+        """Exchanges then are over in the order of their calls, so that one may send what an earlier
+        one receives, and waiting holds up the device's stream and not the host. Else each waits
+        for nobody but its peers, and the host for it."""
+        return self._in_groups
 
     def exchange(
         self,

@@ -4,6 +4,7 @@ gloo moves data in threads of its own but does not say when it is done: only wai
 threads wait, one for what leaves and one for what arrives with each tag, each in the order in which
 the exchanges were begun, and note the time; whoever needs the data waits for them. One thread for
 all arrivals would notice what is to be passed on only when all that was begun before it is here.
+These threads do nothing but wait: every exchange is begun by the thread that computes.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from csps.actors.collectives.background import Background, Task
+from csps.actors.followers import Followers, FollowInOrder, FollowWhenSeen, Task
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh, Pending, Tag
 from csps.actors.timeline import Event, Phase, Timeline
@@ -58,8 +59,8 @@ class Transfer:
 class Transfers:
     """Exchanges of one job on one rank; leaving the context waits until all have ended.
 
-    On CUDA waiting only orders the streams, the host never learns when a transfer ended, and
-    nothing is counted: use the device's profiler.
+    Where exchanges are over in the order of their calls, waiting only orders the streams, the host
+    never learns when a transfer ended, and nothing is counted: use the device's profiler.
     """
 
     def __init__(self, mesh: Mesh, clock: JobClock, *, overlap: bool = True) -> None:
@@ -70,11 +71,17 @@ class Transfers:
         self._under_way: list[Transfer] = []
         self._together: list[Transfer] | None = None
         self._work: Callable[[], bool] | None = None
-        self._backgrounds: dict[str, Background] = {}
-        self._on_cuda = _InOrder() if mesh.on_cuda else None
+        self._in_order = _InOrder() if mesh.in_order else None
+        self._followers: Followers = (
+            FollowInOrder(mesh.device) if mesh.in_order else FollowWhenSeen()
+        )
+        self._following = False
+        """A follower runs: nobody waits for what it begins."""
+        self._news = threading.Event()
+        """Something has arrived or left."""
+        self._standing = False
         self._lines: dict[Tag | None, _Line] = {}
         """By tag for what arrives; None is what leaves."""
-        self._making_line = threading.Lock()
 
     def __enter__(self) -> Transfers:
         return self
@@ -89,8 +96,6 @@ class Transfers:
             if kind is None:
                 self._finish()
         finally:
-            for background in self._backgrounds.values():
-                background.close()
             for line in self._lines.values():
                 line.close()
 
@@ -105,25 +110,20 @@ class Transfers:
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
         label: Label,
-        *,
-        background: bool = False,
     ) -> Transfer:
-        """Begin an exchange, see `Mesh.start_exchange`; without overlap, also finish it.
-
-        Args:
-            background: a `background` task is the caller: it never waits for the exchange, and its
-                time is not the computing thread's.
-        """
+        """Begin an exchange, see `Mesh.start_exchange`; without overlap, also finish it."""
         begun_ns = time.time_ns()
         # gloo begins to write on the caller's thread: that time is not hidden.
-        with nullcontext() if background else self._standing_still():
+        with self._standing_still():
             begun = self._mesh.start_exchange(sends, recvs, tag)
         received, sent = self._line(tag).add(begun.received), self._line(None).add(begun.sent)
+        for future in (received, sent):
+            future.add_done_callback(lambda _: self._news.set())
         transfer = Transfer(label, begun_ns, received, sent)
         self._under_way.append(transfer)
         if self._together is not None:
             self._together.append(transfer)
-        elif not (self.overlap or background):
+        elif not (self.overlap or self._following):
             self._finish_one(transfer)
         return transfer
 
@@ -139,25 +139,48 @@ class Transfers:
         finally:
             self._together = None
 
-    def background(self, name: str, device: torch.device) -> Background:
-        """The job's line of tasks of this name, which may `start` exchanges."""
-        if name not in self._backgrounds:
-            self._backgrounds[name] = Background(device, name)
-        return self._backgrounds[name]
+    def pass_on(
+        self, arrival: Transfer, sends: Sequence[tuple[int, Tensor]], tag: Tag, label: Label
+    ) -> Task[None]:
+        """Send what an exchange receives as it is, once it is here."""
+        if self._in_order is not None:  # then it is here before it is sent
+            self._begin_following(sends, tag, label)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return Task(done)
+        return self.follow("passed on", arrival, partial(self._begin_following, sends, tag, label))
+
+    def follow(self, line: str, arrival: Transfer, task: Callable[[], T]) -> Task[T]:
+        """Run a task, which may `start` exchanges, once another has arrived; see `Followers`."""
+        return self._followers.follow(line, arrival.received, partial(self._run_follower, task))
+
+    def progress(self) -> None:
+        """To be called between two parts of a long computation: what has arrived is passed on."""
+        self._followers.progress()
 
     def join(self, task: Task[T], label: Label) -> T:
-        """What a background task returned, once it has; raises what it raised."""
-        if task.ready:
-            return task.result()
-        with self._standing_still(), self._noted_wait(label):
-            return task.result()
+        """What a follower returned, once it has; raises what it raised."""
+        if not task.ready and self._in_order is None:
+            with self._standing_still(), self._noted_wait(label):
+                self._await(task.future)
+        return task.result()
+
+    def _begin_following(self, sends: Sequence[tuple[int, Tensor]], tag: Tag, label: Label) -> None:
+        self._run_follower(lambda: self.start(sends, [], tag, label))
+
+    def _run_follower(self, task: Callable[[], T]) -> T:
+        before, self._following = self._following, True
+        try:
+            return task()
+        finally:
+            self._following = before
 
     @contextmanager
     def meanwhile(self, work: Callable[[], bool]) -> Iterator[None]:
         """Inside, `wait` does a share of this work rather than nothing, for as long as `work`
-        returns true; without overlap it does not. On CUDA each `wait` does one share: nothing has
-        ever arrived when the host asks, which is far ahead of the device, and the first to wait
-        would take all the work and leave none for the others."""
+        returns true; without overlap it does not. Where exchanges are in order each `wait` does one
+        share: nothing has ever arrived when the host asks, which is far ahead of the device, and
+        the first to wait would take all the work and leave none for the others."""
         self._work = work if self.overlap else None
         try:
             yield
@@ -167,24 +190,34 @@ class Transfers:
     def wait(self, transfer: Transfer) -> None:
         """Block until everything has arrived; raises RuntimeError when a peer died."""
         while self._work is not None and not transfer.received.done() and self._work():
-            if self._on_cuda is not None:
+            self.progress()
+            if self._in_order is not None:
                 break
         self._wait(transfer, transfer.received)
         self._let_go(transfer)
 
     def _finish_one(self, transfer: Transfer) -> None:
         with self._standing_still(), self._noted_wait(transfer.label):
-            transfer.received.result()
-            transfer.sent.result()
+            self._await(transfer.received)
+            self._await(transfer.sent)
         self._let_go(transfer)
 
     def _let_go(self, transfer: Transfer) -> None:
-        if self._on_cuda is not None:
-            self._on_cuda.let_go(transfer.sent)
+        if self._in_order is not None:
+            self._in_order.let_go(transfer.sent)
 
-    def _standing_still(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
         """With overlap, `_finish` counts how long exchanges went on."""
-        return self._clock.waiting() if self.overlap else self._clock.communicating()
+        if self._standing:  # a follower begins an exchange while others are waited for
+            yield
+            return
+        self._standing = True
+        try:
+            with self._clock.waiting() if self.overlap else self._clock.communicating():
+                yield
+        finally:
+            self._standing = False
 
     def _wait(self, transfer: Transfer, *futures: Future[int]) -> None:
         if all(future.done() for future in futures):
@@ -193,15 +226,23 @@ class Transfers:
             return
         with self._standing_still(), self._noted_wait(transfer.label):
             for future in futures:
-                future.result()
+                self._await(future)
+
+    def _await(self, future: Future[T]) -> None:
+        """Until it is done; what arrives meanwhile is passed on."""
+        while self._followers.waiting and not future.done():
+            self._news.clear()
+            self.progress()
+            if not future.done():
+                self._news.wait()
+        future.result()
 
     def _line(self, tag: Tag | None) -> _Line:
-        if self._on_cuda is not None:
-            return self._on_cuda
-        with self._making_line:
-            if tag not in self._lines:
-                self._lines[tag] = _Waiter("departures" if tag is None else "arrivals")
-            return self._lines[tag]
+        if self._in_order is not None:
+            return self._in_order
+        if tag not in self._lines:
+            self._lines[tag] = _Waiter("departures" if tag is None else "arrivals")
+        return self._lines[tag]
 
     def _noted_wait(self, label: Label) -> AbstractContextManager[None]:
         return self.timeline.phase("wait", layer=label.layer, level=label.level, micro=label.micro)
@@ -210,7 +251,7 @@ class Transfers:
         for transfer in self._under_way:
             self._wait(transfer, transfer.received, transfer.sent)
             self._let_go(transfer)
-        if self._on_cuda is not None:
+        if self._in_order is not None:
             return
         if self.overlap:
             self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
@@ -231,7 +272,7 @@ class _Line(Protocol):
 
 
 class _InOrder:
-    """On CUDA waiting holds up the stream that is current, and not the host.
+    """Waiting holds up the stream that is current, and not the host (on a CPU that is the same).
 
     Tensors under way stay alive until the computing stream, to whose memory they belong, has waited
     for their exchange. Of what is only sent nobody waits for the end; but NCCL works in the order

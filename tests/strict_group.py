@@ -6,6 +6,7 @@ What it holds every program to:
 - tags mean nothing: what a pair sends arrives in the order of its sending;
 - a receive buffer holds garbage (NaN) until it was waited for. NCCL's `wait` returns at once and
   makes the stream wait; on a CPU the stream is the host, which therefore reaches it in `wait`;
+- what a call sends may be what an earlier one receives: both are on the communicator's stream;
 - after `abort` a wait succeeds and leaves garbage.
 
 And what it refuses, each rule by its name, so that a test can ask for all but those that are known
@@ -61,25 +62,51 @@ class _Call:
         self.sends: list[tuple[Tensor, int]] = []
         self.recvs: list[tuple[Tensor, int]] = []
         self.done: Future[list[Tensor] | None] = Future()
+        """What was received; the host sees it when it has waited."""
+        self.forwarded: dict[int, tuple[_Call, int]] = {}
+        """By place among the sends, what is received by this receive of an earlier call, for which
+        the host has not waited."""
+
+    def holding(self, tensor: Tensor) -> int | None:
+        """The receive that writes the tensor's memory."""
+        begin, end = _memory(tensor)
+        for place, (room, _) in enumerate(self.recvs):
+            first, last = _memory(room)
+            if first <= begin and end <= last:
+                return place
+            assert end <= first or last <= begin, "part of what is sent is yet to be received"
+        return None
+
+    def received(self, place: int, tensor: Tensor) -> Tensor:
+        """What a later call sends of a receive."""
+        staged = self.done.result(0)
+        if staged is None:  # aborted
+            return tensor
+        begin = (tensor.data_ptr() - self.recvs[place][0].data_ptr()) // tensor.itemsize
+        return staged[place].view(-1)[begin : begin + tensor.numel()]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 class StrictWork:
     """A call under way."""
 
     def __init__(self, group: StrictGroup, call: _Call) -> None:
-        self._group, self._call = group, call
+        self._group, self.call = group, call
         self._delivered = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """The stream waits; what was received can be read from here on."""
         if timeout is not None:
             self._group.check(Rule.NO_DEADLINE, True, f"wait({timeout}) holds up the host")
-        staged = self._call.done.result(2 * HANG.total_seconds())
+        staged = self.call.done.result(2 * HANG.total_seconds())
         if not self._delivered:
             self._delivered = True
             self._group.ended(self)
             with torch.inference_mode():  # whoever waits writes tensors of either kind
-                for (room, _), arrived in zip(self._call.recvs, staged or (), strict=False):
+                for (room, _), arrived in zip(self.call.recvs, staged or (), strict=False):
                     room.copy_(arrived)
         return True
 
@@ -94,7 +121,7 @@ class StrictGroup:
         self._rank, self._size, self._rules = rank, size, rules
         self._open: _Call | None = None
         self._caller: int | None = None
-        self._under_way: set[StrictWork] = set()
+        self._under_way: list[StrictWork] = []
         self._lock = threading.Lock()
         self._joined = False
         self._aborted = threading.Event()
@@ -144,7 +171,7 @@ class StrictGroup:
     def ended(self, work: StrictWork) -> None:
         """A call was waited for."""
         with self._lock:
-            self._under_way.discard(work)
+            self._under_way.remove(work)
 
     def _add(
         self, tensor: Tensor, peer: int, side: Callable[[_Call], list[tuple[Tensor, int]]]
@@ -163,7 +190,8 @@ class StrictGroup:
             foreign = bool(self._under_way) and self._caller != here
             self.check(Rule.ONE_THREAD, foreign, "two threads launch calls")
             self._caller = here
-            self._under_way.add(work)
+            self._forward(call)
+            self._under_way.append(work)
         if Rule.ALL_RANKS_FIRST in self._rules:
             self._join()
         with torch.inference_mode():
@@ -171,6 +199,14 @@ class StrictGroup:
                 room.fill_(torch.nan if room.is_floating_point() else 1)
         self._line.put(call)
         return work
+
+    def _forward(self, call: _Call) -> None:
+        """Find what the call sends of what others under way receive, the latest of which counts."""
+        for number, (tensor, _) in enumerate(call.sends):
+            for earlier in self._under_way:
+                place = earlier.call.holding(tensor)
+                if place is not None:
+                    call.forwarded[number] = earlier.call, place
 
     def _join(self) -> None:
         if self._joined:
@@ -203,7 +239,11 @@ class StrictGroup:
             self._inner.recv([room], peer, 0)
             for room, (_, peer) in zip(staged, call.recvs, strict=True)
         ]
-        works += [self._inner.send([tensor], peer, 0) for tensor, peer in call.sends]
+        for number, (tensor, peer) in enumerate(call.sends):
+            if number in call.forwarded:
+                earlier, place = call.forwarded[number]
+                tensor = earlier.received(place, tensor)
+            works.append(self._inner.send([tensor], peer, 0))
         for work in works:
             work.wait(HANG)
         return staged

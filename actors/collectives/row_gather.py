@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
-from csps.actors.collectives.background import Task
 from csps.actors.collectives.row_shards import RowPart, RowShards
 from csps.actors.collectives.row_stream import RowStream
+from csps.actors.followers import Task
 from csps.actors.mesh import Tag
 from csps.actors.transfers import Transfer, Transfers
 
@@ -37,7 +36,6 @@ class RowGather(RowStream):
         """All rows; undefined where no `wait` has returned."""
         self.rows_td[shards.held] = held_td
         self._relays: dict[RowPart, Task[None]] = {}
-        self._line = transfers.background("row relays", held_td.device)
         with transfers.as_one():
             self._start(parts)
             if not transfers.overlap:
@@ -74,8 +72,8 @@ class RowGather(RowStream):
             for child in tree.children_of(part.owner)
             if (servers[child] == servers[part.owner]) == near
         ]
-        if self._member == part.owner:
-            self._send(part, children, Tag.ROWS)
+        if self._member == part.owner and children:
+            self._transfers.start(self._sends(part, children), [], Tag.ROWS, self._label(part))
         elif self._member in children:
             self._arrivals[part] = self._receive(part, part.owner, Tag.ROWS)
 
@@ -86,19 +84,14 @@ class RowGather(RowStream):
         if parent is not None and parent != part.owner:
             self._arrivals[part] = self._receive(part, parent, Tag.RELAYED_ROWS)
         elif parent is not None and children:
-            self._relays[part] = self._line.submit(partial(self._relay, part, children))
+            sends = self._sends(part, children)
+            self._relays[part] = self._transfers.pass_on(
+                self._arrivals[part], sends, Tag.RELAYED_ROWS, self._label(part)
+            )
 
-    def _relay(self, part: RowPart, children: Sequence[int]) -> None:
-        self._arrivals[part].received.result()
-        self._send(part, children, Tag.RELAYED_ROWS, background=True)
-
-    def _send(
-        self, part: RowPart, members: Sequence[int], tag: Tag, *, background: bool = False
-    ) -> None:
-        rows_td, ranks = self.rows_td[part.rows], self._shards.ranks
-        if members:
-            sends = [(ranks[member], rows_td) for member in members]
-            self._transfers.start(sends, [], tag, self._label(part), background=background)
+    def _sends(self, part: RowPart, members: Sequence[int]) -> list[tuple[int, Tensor]]:
+        rows_td = self.rows_td[part.rows]
+        return [(self._shards.ranks[member], rows_td) for member in members]
 
     def _receive(self, part: RowPart, member: int, tag: Tag) -> Transfer:
         source = (self._shards.ranks[member], self.rows_td[part.rows])

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from csps.actors.collectives.background import Task
 from csps.actors.collectives.row_shards import RowPart, RowShards
 from csps.actors.collectives.row_stream import RowStream
+from csps.actors.followers import Task
 from csps.actors.mesh import Tag
-from csps.actors.transfers import Transfer, Transfers
+from csps.actors.transfers import Transfers
 
 
 class RowReduce(RowStream):
@@ -39,9 +39,6 @@ class RowReduce(RowStream):
         self._like_d = like_d
         self._sums: dict[RowPart, Task[Tensor]] = {}
         self._forwards: dict[RowPart, Task[None]] = {}
-        # Two lines, or a gate would hold others' sums back until its own rows' have come from afar.
-        self._sum_line = transfers.background("row sums", like_d.device)
-        self._forward_line = transfers.background("row forwards", like_d.device)
         self._kept_back: list[tuple[RowPart, Tensor | None]] = []
         if self._member not in shards.takers:
             # Not now: what such a member has yet to send, others want before they contribute.
@@ -90,24 +87,25 @@ class RowReduce(RowStream):
         arrival = self._transfers.start([], list(sources), tag, self._label(part))
         terms = arriving if own_td is None else [own_td, *arriving]
         self._arrivals[part] = arrival
+        # Two lines, or a gate would hold others' sums back until its own rows' have come from afar.
         if part.owner == self._member:
-            self._sums[part] = self._sum_line.submit(partial(_sum_arrived, arrival, terms))
+            self._sums[part] = self._transfers.follow("sums", arrival, partial(_sum, terms))
         else:
-            forward = partial(self._forward, part, arrival, terms)
-            self._forwards[part] = self._forward_line.submit(forward)
+            forward = partial(self._forward, part, terms)
+            self._forwards[part] = self._transfers.follow("sums passed on", arrival, forward)
 
     def _finish(self) -> None:
         for part, forward in self._forwards.items():
             self._transfers.wait(self._arrivals[part])
             self._transfers.join(forward, self._label(part))
 
-    def _forward(self, part: RowPart, arrival: Transfer, terms: Sequence[Tensor]) -> None:
-        self._send_up(part, _sum_arrived(arrival, terms), background=True)
+    def _forward(self, part: RowPart, terms: Sequence[Tensor]) -> None:
+        self._send_up(part, _sum(terms))
 
-    def _send_up(self, part: RowPart, sum_td: Tensor, *, background: bool = False) -> None:
+    def _send_up(self, part: RowPart, sum_td: Tensor) -> None:
         parent = self._shards.reduce_trees[part.owner].parents[self._member]
         target, tag = (self._shards.ranks[parent], sum_td), _tag(part, parent)
-        self._transfers.start([target], [], tag, self._label(part), background=background)
+        self._transfers.start([target], [], tag, self._label(part))
 
 
 def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transfers) -> Tensor:
@@ -126,8 +124,7 @@ def _tag(part: RowPart, receiver: int) -> Tag:
     return Tag.ROW_SUMS if receiver == part.owner else Tag.SUMS_TO_RELAY
 
 
-def _sum_arrived(arrival: Transfer, terms: Sequence[Tensor]) -> Tensor:
-    arrival.received.result()
+def _sum(terms: Sequence[Tensor]) -> Tensor:
     if len(terms) == 1:
         return terms[0]
     dtype = terms[0].dtype

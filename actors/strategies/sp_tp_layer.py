@@ -74,18 +74,18 @@ class SpTpLayer:
                 case Project(start, stop, place):
                     with self._phase("qkv", place):
                         self._project(start, stop)
-                    self._group.give_way()
+                    self._pause(transfers)
                     self._attend_history((start, stop), transfers, place)
                 case Attend(queries, keys, place):
                     for block in self.attention.blocks(queries, keys[1] - keys[0]):
                         with self._phase("attention", place):
                             self.attention.attend(block, keys)
-                        self._group.give_way()
+                        self._pause(transfers)
                 case HandOn(part):
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self.attention.out_Thd[part.rows]
                         reduce.add(part, self._layer.output_part(out_thd))
-                    self._group.give_way()
+                    self._pause(transfers)
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, share, dim = len(self._rows_td), self._layer.share, self._layer.spec.head_dim
@@ -108,7 +108,12 @@ class SpTpLayer:
             for block in self.attention.blocks(rows, len(k_ngd)):
                 with self._phase("attention", place):
                     self.attention.attend_history(piece, block, k_ngd, v_ngd)
-                self._group.give_way()
+                self._pause(transfers)
+
+    def _pause(self, transfers: Transfers) -> None:
+        """Between two parts of the computing."""
+        transfers.progress()
+        self._group.give_way()
 
     def _phase(self, name: Phase, place: Place) -> AbstractContextManager[None]:
         return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)

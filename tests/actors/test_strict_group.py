@@ -45,7 +45,7 @@ def test_a_buffer_holds_garbage_until_it_was_waited_for() -> None:
             return True
         room = torch.zeros(2)
         work = group.recv([room], 0, 0)
-        work._call.done.result(60)  # it has arrived
+        work.call.done.result(60)  # it has arrived
         poisoned = bool(room.isnan().all())
         work.wait()
         return poisoned and room.tolist() == [1.0, 1.0]
@@ -67,7 +67,7 @@ def test_a_group_ends_when_all_its_parts_have() -> None:
         for x in room:
             group.recv([x], 0, 0)
         work = group._end_coalescing()
-        done_early = work._call.done.done()
+        done_early = work.call.done.done()
         may_send.set()
         work.wait()
         return not done_early and room.tolist() == [[1.0], [1.0]]
@@ -205,25 +205,22 @@ def test_waits_do_not_hold_up_the_host() -> None:
     on_ranks(2, _swap, strict(EVERY_RULE))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=BrokenRule,
-    reason="on a CPU, SP-TP's relays send from a thread of their own (collectives.background) "
-    "while the computing thread's exchanges are under way",
-)
-def test_relays_send_from_the_engines_thread() -> None:
-    def body(mesh: Mesh) -> None:
-        other = 1 - mesh.rank
-        with Transfers(mesh, JobClock()) as transfers:
-            label = Label(phase="relay", layer=0)
-            room = torch.zeros(2, 1)
-            first = transfers.start([], [(other, room[0])], Tag.ROWS, label)
-            relayed = transfers.background("relay", torch.device("cpu")).submit(
-                lambda: transfers.start(
-                    [(other, torch.ones(1))], [(other, room[1])], Tag.ROWS, label, background=True
-                )
-            )
-            relayed.result()
-            transfers.wait(first)
+def test_what_is_received_is_passed_on_by_the_thread_that_computes() -> None:
+    """Without waiting for it: both are on the communicator's stream."""
 
-    on_ranks(2, body, strict(HELD))
+    def body(mesh: Mesh) -> list[float]:
+        label, room = Label(phase="relay", layer=0), torch.zeros(2)
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 0:
+                transfers.start([(1, torch.tensor([1.0, 2.0]))], [], Tag.ROWS, label)
+            elif mesh.rank == 1:
+                arrival = transfers.start([], [(0, room)], Tag.ROWS, label)
+                transfers.pass_on(arrival, [(2, room[1:])], Tag.RELAYED_ROWS, label)
+                assert room.isnan().all()
+            else:
+                arrival = transfers.start([], [(1, room[1:])], Tag.RELAYED_ROWS, label)
+            if mesh.rank:
+                transfers.wait(arrival)
+        return room.tolist()
+
+    assert on_ranks(3, body, strict(HELD)) == [[0.0, 0.0], [1.0, 2.0], [0.0, 2.0]]

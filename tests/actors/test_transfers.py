@@ -129,20 +129,71 @@ def test_the_mesh_counts_bytes_by_peer() -> None:
     assert on_ranks(3, rank) == [[0, 20, 12], [0, 0, 0], [0, 0, 0]]
 
 
-def test_what_a_background_task_begins_is_no_time_of_the_computing_thread() -> None:
-    def rank(mesh: Mesh) -> JobClock:
+def test_without_overlap_nobody_waits_for_what_a_follower_begins() -> None:
+    may_send, passed_on = threading.Event(), threading.Event()
+
+    def rank(mesh: Mesh) -> None:
         clock = JobClock()
         with Transfers(mesh, clock, overlap=False) as transfers:
             if mesh.rank == 0:
-                sent = transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL, background=True)
-                assert clock.communication_s == 0 == clock.exchange_s
-                sent.sent.result()
+                assert may_send.wait(30)
+                transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
+            elif mesh.rank == 1:
+                room = torch.zeros(4)
+                with transfers.as_one():
+                    arrival = transfers.start([], [(0, room)], Tag.ROWS, LABEL)
+                    task = transfers.pass_on(arrival, [(2, room)], Tag.RELAYED_ROWS, LABEL)
+                    assert not task.ready
+                    may_send.set()
+                    transfers.join(task, LABEL)
+                    passed_on.set()
             else:
-                transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
-                assert clock.communication_s > 0
-        return clock
+                assert passed_on.wait(30)
+                transfers.start([], [(1, torch.zeros(4))], Tag.RELAYED_ROWS, LABEL)
+        assert clock.communication_s == pytest.approx(clock.exchange_s)
 
-    on_ranks(2, rank)
+    on_ranks(3, rank)
+
+
+def test_what_arrives_is_passed_on_while_something_else_is_waited_for() -> None:
+    """Rank 2 answers only when it has what rank 1 passes on."""
+
+    def rank(mesh: Mesh) -> float:
+        room, answer = torch.zeros(4), torch.zeros(4)
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 0:
+                transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
+            elif mesh.rank == 1:
+                late = transfers.start([], [(2, answer)], Tag.ROW_SUMS, LABEL)
+                arrival = transfers.start([], [(0, room)], Tag.ROWS, LABEL)
+                transfers.pass_on(arrival, [(2, room)], Tag.RELAYED_ROWS, LABEL)
+                transfers.wait(late)
+            else:
+                arrival = transfers.start([], [(1, room)], Tag.RELAYED_ROWS, LABEL)
+                transfers.wait(arrival)
+                transfers.start([(1, 2 * room)], [], Tag.ROW_SUMS, LABEL)
+        return float(answer.sum())
+
+    assert on_ranks(3, rank) == [0, 8, 0]
+
+
+def test_between_two_parts_of_computing_what_has_arrived_is_passed_on() -> None:
+    def rank(mesh: Mesh) -> float:
+        room = torch.zeros(4)
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 0:
+                transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
+            elif mesh.rank == 1:
+                arrival = transfers.start([], [(0, room)], Tag.ROWS, LABEL)
+                task = transfers.pass_on(arrival, [(2, room)], Tag.RELAYED_ROWS, LABEL)
+                arrival.received.result(30)
+                transfers.progress()
+                assert task.ready
+            else:
+                transfers.wait(transfers.start([], [(1, room)], Tag.RELAYED_ROWS, LABEL))
+        return float(room.sum())
+
+    assert on_ranks(3, rank) == [0, 4, 4]
 
 
 def test_without_overlap_a_collective_is_under_way_together_and_over_at_its_end() -> None:
@@ -191,7 +242,8 @@ class _Work:
 class _CudaMesh:
     """Notes which tensors are under way."""
 
-    on_cuda = True
+    in_order = True
+    device = torch.device("cpu")
 
     def start_exchange(
         self,

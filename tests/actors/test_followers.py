@@ -1,10 +1,11 @@
-"""Lines of background tasks: their threads, and how long they keep what they work on."""
+"""What follows an arrival: when it runs, on which stream, and how long it keeps what it needs."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
@@ -12,34 +13,60 @@ import torch
 from mesh_threads import on_ranks
 from torch import Tensor
 
-from csps.actors.collectives.background import Background
 from csps.actors.collectives.row_gather import RowGather
 from csps.actors.collectives.row_reduce import RowReduce
 from csps.actors.collectives.row_shards import RowShards
 from csps.actors.collectives.row_tree import server_tree
+from csps.actors.followers import FollowInOrder, FollowWhenSeen
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh
 from csps.actors.transfers import Transfers
 
-DEADLINE_S = 30
 LAYERS = 4
 
 
-def test_a_thread_lets_go_of_a_task_that_it_has_done() -> None:
-    line = Background(torch.device("cpu"), "line")
-    term = torch.ones(3)
-    gone, released = weakref.ref(term), threading.Event()
-    weakref.finalize(term, released.set)
+def arrived() -> Future[int]:
+    future: Future[int] = Future()
+    future.set_result(0)
+    return future
+
+
+def test_tasks_of_a_line_run_in_order_and_those_of_others_do_not_wait_for_them() -> None:
+    followers, ran = FollowWhenSeen(), list[str]()
+    first: Future[int] = Future()
+    followers.follow("line", first, lambda: ran.append("first"))
+    second = followers.follow("line", arrived(), lambda: ran.append("second"))
+    followers.follow("other", arrived(), lambda: ran.append("other"))
+    assert ran == ["other"]
+    assert followers.waiting
+    assert not second.ready
+    first.set_result(0)
+    assert ran == ["other"], "only the thread that computes runs tasks"
+    followers.progress()
+    assert ran == ["other", "first", "second"]
+    assert second.ready
+    assert not followers.waiting
+
+
+def test_a_task_that_has_run_is_let_go() -> None:
+    followers, term = FollowWhenSeen(), torch.ones(3)
+    gone = weakref.ref(term)
 
     def double(x: Tensor = term) -> int:
         return int(2 * x.sum())
 
-    tasks = [line.submit(double)]
+    task = followers.follow("line", arrived(), double)
     del term, double
-    assert tasks[0].result() == 6
-    assert released.wait(DEADLINE_S)
+    assert task.result() == 6
     assert gone() is None
-    line.close()
+
+
+def test_a_lost_peer_fails_what_follows() -> None:
+    followers, lost = FollowWhenSeen(), Future[int]()
+    lost.set_exception(RuntimeError("lost"))
+    task = followers.follow("line", lost, lambda: pytest.fail("nothing has arrived"))
+    with pytest.raises(RuntimeError, match="lost"):
+        task.result()
 
 
 class FakeDevice:
@@ -97,7 +124,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 def test_on_cuda_a_task_keeps_its_tensors_until_the_callers_stream_waits(
     device: FakeDevice,
 ) -> None:
-    line = Background(torch.device("cuda"), "line")
+    followers = FollowInOrder(torch.device("cuda"))
     term = torch.ones(3)
     gone = weakref.ref(term)
 
@@ -105,7 +132,7 @@ def test_on_cuda_a_task_keeps_its_tensors_until_the_callers_stream_waits(
         device.log.append(f"launched on {device.current}")
         return 2 * x
 
-    task = line.submit(double)
+    task = followers.follow("line", arrived(), double)
     del term, double
     assert gone() is not None, "its block would be the computing stream's next one"
     assert not task.ready
@@ -118,22 +145,19 @@ def test_on_cuda_a_task_keeps_its_tensors_until_the_callers_stream_waits(
     ]
 
 
-@pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of threads that background lines have started."""
-    names: list[str] = []
-    real = threading.Thread.start
+def test_every_exchange_is_begun_by_the_thread_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    callers: dict[int, set[int]] = {}
+    real = Mesh.start_exchange
 
-    def start(thread: threading.Thread) -> None:
-        names.append(thread.name)
-        real(thread)
+    def start_exchange(mesh: Mesh, *args: object) -> object:
+        callers.setdefault(mesh.rank, set()).add(threading.get_ident())
+        return real(mesh, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    return names
+    monkeypatch.setattr(Mesh, "start_exchange", start_exchange)
 
-
-def test_a_job_has_one_thread_a_line_however_many_layers_it_has(begun: list[str]) -> None:
-    def rank(mesh: Mesh) -> None:
+    def rank(mesh: Mesh) -> int:
         shards = RowShards(
             mesh=mesh,
             ranks=(0, 1, 2, 3),
@@ -153,7 +177,7 @@ def test_a_job_has_one_thread_a_line_however_many_layers_it_has(begun: list[str]
                         gather.wait(part)
                         reduce.add(part, gather.rows_td[part.rows])
                     assert (reduce.result() == 4 * mesh.rank).all()
+        return threading.get_ident()
 
-    on_ranks(4, rank)
-    lines = [name for name in begun if name.startswith("row ")]
-    assert sorted(lines) == sorted(4 * ["row relays", "row sums", "row forwards"])
+    own = on_ranks(4, rank)
+    assert callers == {rank: {thread} for rank, thread in enumerate(own)}
