@@ -21,7 +21,7 @@ from torch import Tensor
 from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
-from csps.actors.landing import Reservation
+from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
 from csps.actors.name_digest import name_digest
 from csps.actors.orders import Change, Order, OrderChannel

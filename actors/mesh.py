@@ -3,7 +3,7 @@
 A sequence-parallel group is a subset of the gang formed per job by grouped point-to-point
 operations, so changing the degree of parallelism creates no communicator. The groups are made
 directly from a store instead of through `torch.distributed.init_process_group`, because a rank
-lives in several worlds at once (its gang, the bridge to the other role) and must leave one
+lives in several worlds at once (its gang, the KV connection to the other role) and must leave one
 without touching the others.
 """
 

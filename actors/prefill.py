@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed, token_drawn
-from csps.actors.bridge import Bridge, send_layer
 from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.destinations import send_layer
 from csps.actors.layout import LocalPiece
 from csps.actors.meeting import Meeting
 from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
@@ -71,7 +72,7 @@ class _Run:
     ids_t: Tensor
     entered: AbstractContextManager[Strategy]
     mover: KvMover
-    bridge: Bridge | None
+    connection: KvConnection | None
     clock: JobClock
     lost: RuntimeError | None = None
     """Why KV did not reach the decode gang."""
@@ -92,7 +93,7 @@ class PrefillLoop:
         self._clocks: dict[int, JobClock] = {}
         self._book = RequestBook()
         self._slots_back = threading.Condition()
-        self._bridge: Bridge | None = None
+        self._connection: KvConnection | None = None
         self._progress = ProgressReport(notify, rank=engine.rank)
         self._outbox: Outbox[_Run] = Outbox(
             self._sent, on_step=lambda run: self._progress.step(run.job.job_id)
@@ -149,9 +150,9 @@ class PrefillLoop:
         """Jobs of this rank that are in line, under way or not sent whole."""
         return self._book.open_jobs
 
-    def use_bridge(self, bridge: Bridge | None) -> None:
-        """Send KV over this bridge from the next job on."""
-        self._bridge = bridge
+    def use_connection(self, connection: KvConnection | None) -> None:
+        """Send KV over this connection from the next job on."""
+        self._connection = connection
 
     @property
     def waiting(self) -> int:
@@ -207,7 +208,7 @@ class PrefillLoop:
         ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
         assert len(ids) == len(group.positions), "the job's tokens are not this rank's share"
         strategy = strategy_of(group, engine)
-        return _Run(group, ids.to(engine.device), strategy, mover, self._bridge, clock)
+        return _Run(group, ids.to(engine.device), strategy, mover, self._connection, clock)
 
     def _allocate(self, group: SpGroup, mover: KvMover) -> None:
         pool = self._engine.pool
@@ -279,10 +280,10 @@ class PrefillLoop:
     ) -> None:
         """A lost decode gang fails the requests of the job, not this gang."""
         try:
-            if run.bridge is None:
+            if run.connection is None:
                 raise TransferError("no decode gang is connected")
             for sending in send_layer(
-                run.bridge,
+                run.connection,
                 self._engine.spec,
                 rank=self._engine.rank,
                 layer=index,

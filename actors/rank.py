@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from csps.actors.bridge import Bridge
 from csps.actors.decode import DecodeLoop
 from csps.actors.engine.engine import Engine
 from csps.actors.kv_pool import KvPool
-from csps.actors.landing import Landing
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.layout import GangLayout
 from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
@@ -46,7 +46,7 @@ from csps.protocols.fence import Fence
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
-    ConnectBridge,
+    ConnectKv,
     JoinBatch,
     LinkBroken,
     PrefillJob,
@@ -108,9 +108,9 @@ class Rank:
         self._fence = Fence()
         self._router: Peer | None = None
         self._router_id = ""
-        self._bridge: Bridge | None = None
+        self._connection: KvConnection | None = None
         self._epoch = ""
-        self._landing: Landing | None = None
+        self._receiver: KvReceiver | None = None
         self._heartbeat: LinkHeartbeat | None = None
         self._prefill: PrefillLoop | None = None
         self._decode: DecodeLoop | None = None
@@ -236,7 +236,7 @@ class Rank:
             self._router.end(ConnectionLost(f"rank {self.config.rank} is broken"))
 
     def _leave_groups(self) -> None:
-        self._leave_bridge()
+        self._leave_connection()
         for group in self._groups:
             group.close()
 
@@ -249,7 +249,7 @@ class Rank:
             "may_attach": self._may_attach,
             "attach": self._attach,
             "keep_alive": self._keep_alive,
-            "connect_bridge": self._connect_bridge,
+            "connect_kv": self._connect_kv,
             "prefill": self._submit,
             "reserve": self._reserve,
             "join": self._join,
@@ -397,33 +397,33 @@ class Rank:
             iterating_s=self._decode.iterating_s if self._decode else 0.0,
         )
 
-    # --- bridge ----------------------------------------------------------------------------
+    # --- KV connection ----------------------------------------------------------------------------
 
-    async def _connect_bridge(self, payload: Any, peer: Peer) -> None:
+    async def _connect_kv(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
-        connection = schema.unpack(ConnectBridge, payload)
-        self._leave_bridge()
-        self._epoch = connection.epoch
+        message = schema.unpack(ConnectKv, payload)
+        self._leave_connection()
+        self._epoch = message.epoch
         # The group forms in a thread of its own: it blocks until all ranks of both gangs arrive.
-        bridge = await self._rpc.in_thread("connect-bridge", lambda: self._join_bridge(connection))
-        if self._epoch != connection.epoch:
-            bridge.close()
-            raise Cancelled(f"bridge {connection.epoch} was given up for {self._epoch}")
-        self._use_bridge(bridge, connection.epoch)
+        connection = await self._rpc.in_thread("connect-kv", lambda: self._join_connection(message))
+        if self._epoch != message.epoch:
+            connection.close()
+            raise Cancelled(f"KV connection {message.epoch} was given up for {self._epoch}")
+        self._use_connection(connection, message.epoch)
 
-    def _use_bridge(self, bridge: Bridge, epoch: str) -> None:
+    def _use_connection(self, connection: KvConnection, epoch: str) -> None:
         def lost(reason: str) -> None:
             message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
             self._notify("link_broken", message)
 
-        self._bridge = bridge
+        self._connection = connection
         if self._prefill is not None:
-            self._prefill.use_bridge(bridge)
+            self._prefill.use_connection(connection)
         if self.config.role == "prefill":
-            self._heartbeat = LinkHeartbeat(bridge, lost)
+            self._heartbeat = LinkHeartbeat(connection, lost)
         if self._decode is not None:
-            self._landing = Landing(
-                bridge,
+            self._receiver = KvReceiver(
+                connection,
                 self.engine.pool,
                 rank=self.config.rank,
                 find=self._decode.find,
@@ -433,28 +433,28 @@ class Rank:
                 on_broken=self._break,
             )
 
-    def _join_bridge(self, connection: ConnectBridge) -> Bridge:
-        store = join_store(StoreAddress(connection.store_host, connection.store_port))
-        return Bridge(
+    def _join_connection(self, message: ConnectKv) -> KvConnection:
+        store = join_store(StoreAddress(message.store_host, message.store_port))
+        return KvConnection(
             store,
-            connection,
+            message,
             rank=self.config.rank,
             is_decode=self.config.role != "prefill",
             device=self.config.device,
             host=self.config.host,
         )
 
-    def _leave_bridge(self) -> None:
-        bridge, landing = self._bridge, self._landing
-        self._bridge = self._landing = None
+    def _leave_connection(self) -> None:
+        connection, receiver = self._connection, self._receiver
+        self._connection = self._receiver = None
         if self._heartbeat is not None:
             self._heartbeat.close()
         if self._prefill is not None:
-            self._prefill.use_bridge(None)
-        if landing is not None:
-            landing.close()
-        elif bridge is not None:
-            bridge.close()
+            self._prefill.use_connection(None)
+        if receiver is not None:
+            receiver.close()
+        elif connection is not None:
+            connection.close()
 
     # --- to the router ---------------------------------------------------------------------
 

@@ -121,8 +121,8 @@ class RankDescription:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectBridge:
-    """`connect_bridge`: join the process group that spans a prefill and a decode gang."""
+class ConnectKv:
+    """`connect_kv`: join the process group that spans a prefill and a decode gang."""
 
     epoch: str
     """Names the pair of gangs; carried by every KV header, so that a stale one is refused."""

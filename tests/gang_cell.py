@@ -23,7 +23,7 @@ from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import (
     CancelRequest,
-    ConnectBridge,
+    ConnectKv,
     JoinBatch,
     KvLanded,
     KvShare,
@@ -124,7 +124,7 @@ class Cell:
         self.epoch = f"epoch{next(_epochs)}"
         first = self.decode.descriptions[0]
         message = schema.pack(
-            ConnectBridge(
+            ConnectKv(
                 epoch=self.epoch,
                 store_host=first.store_host,
                 store_port=first.store_port,
@@ -135,8 +135,8 @@ class Cell:
             )
         )
         await asyncio.gather(
-            self.prefill.call_all("connect_bridge", message),
-            self.decode.call_all("connect_bridge", message),
+            self.prefill.call_all("connect_kv", message),
+            self.decode.call_all("connect_kv", message),
         )
 
     async def hang_up(self) -> None:

@@ -122,7 +122,7 @@ async def attached_processes(*plans: GangPlan) -> AsyncIterator[tuple[Cell, list
 async def process_cell(
     model_dir: Path, *, prefill: int, decode: int, kv_slots: int = 65_536
 ) -> AsyncIterator[Cell]:
-    """Two gangs of so many instances, attached and bridged."""
+    """Two gangs of so many instances, attached and connected."""
     plans = [
         GangPlan(model_dir=str(model_dir), role="prefill", instances=prefill, kv_slots=kv_slots),
         GangPlan(model_dir=str(model_dir), role="decode", instances=decode, kv_slots=kv_slots),

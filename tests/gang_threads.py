@@ -126,7 +126,7 @@ async def thread_cell(
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
 ) -> AsyncIterator[ThreadCell]:
-    """Two gangs of so many instances, attached and bridged; some ranks may be processes."""
+    """Two gangs of so many instances, attached and connected; some ranks may be processes."""
     plan = partial(GangPlan, model_dir=str(model_dir), kv_slots=kv_slots)
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)

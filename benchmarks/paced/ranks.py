@@ -35,7 +35,7 @@ class PacedRank:
                 "may_attach": lambda _payload, _peer: None,
                 "attach": self._attach,
                 "keep_alive": lambda _payload, _peer: None,
-                "connect_bridge": lambda _payload, _peer: None,
+                "connect_kv": lambda _payload, _peer: None,
                 **handlers,
             },
             secret=secret,

@@ -19,7 +19,7 @@ from csps.protocols.errors import (
 from csps.protocols.fence import KEEP_ALIVE_S
 from csps.protocols.gang_client import GangClient, together
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import ConnectBridge, LinkBroken
+from csps.protocols.messages import ConnectKv, LinkBroken
 from csps.protocols.schema import pack, unpack
 from csps.services.cluster.directory import ClusterView, Directory
 from csps.services.cluster.fencing import Fencing
@@ -309,7 +309,7 @@ class Cluster:
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
         deadline_s = self._deadlines.link_s
         await together(
-            gang.call_all("connect_bridge", message, deadline_s=deadline_s)
+            gang.call_all("connect_kv", message, deadline_s=deadline_s)
             for gang in (prefill, decode)
         )
         if prefill.lost.done() or decode.lost.done():
@@ -364,9 +364,9 @@ def _check_agree(prefill: GangClient, decode: GangClient) -> None:
             )
 
 
-def _link_message(prefill: GangClient, decode: GangClient, epoch: str) -> ConnectBridge:
+def _link_message(prefill: GangClient, decode: GangClient, epoch: str) -> ConnectKv:
     host = decode.descriptions[0]
-    return ConnectBridge(
+    return ConnectKv(
         epoch=epoch,
         store_host=host.store_host,
         store_port=host.store_port,

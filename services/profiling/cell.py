@@ -16,7 +16,7 @@ from csps.protocols.gang_client import GangClient, together
 from csps.protocols.gang_members import GangMembers, GangRole
 from csps.protocols.messages import (
     CancelRequest,
-    ConnectBridge,
+    ConnectKv,
     KvLanded,
     PrefillDone,
     RequestFailed,
@@ -67,7 +67,7 @@ class Cell:
         await together(gang.attach(generation=1) for gang in gangs)
         store = self.decode.descriptions[0]
         connection = pack(
-            ConnectBridge(
+            ConnectKv(
                 epoch=self.epoch,
                 store_host=store.store_host,
                 store_port=store.store_port,
@@ -77,7 +77,7 @@ class Cell:
                 decode_tp=self.decode.tp,
             )
         )
-        await together(gang.call_all("connect_bridge", connection) for gang in gangs)
+        await together(gang.call_all("connect_kv", connection) for gang in gangs)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until the ranks have said so.

@@ -289,11 +289,11 @@ async def test_a_bias_that_only_prefill_sees_fails_its_request_alone(tiny_llama:
         await check_goes_on(cell, tiny_llama)
 
 
-async def test_kv_with_no_bridge_to_go_over_is_a_failure(tiny_llama: Path) -> None:
+async def test_kv_with_no_connection_to_go_over_is_a_failure(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         cell.failures_expected = True
         for rank in cell.prefill_gang.ranks:
-            rank._leave_bridge()
+            rank._leave_connection()
         victim = request(VICTIM)
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)

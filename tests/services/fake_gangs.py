@@ -22,7 +22,7 @@ from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
-    ConnectBridge,
+    ConnectKv,
     JoinBatch,
     KvLanded,
     PrefillDone,
@@ -75,7 +75,7 @@ class FakeRank:
         self.router: Peer | None = None
         self.asked = 0
         self.attached: list[str] = []
-        self.bridges: list[ConnectBridge] = []
+        self.connections: list[ConnectKv] = []
         self.jobs: list[PrefillJob] = []
         self.reserved: dict[int, Reserve] = {}
         self.all_reserved: list[int] = []
@@ -87,7 +87,7 @@ class FakeRank:
                 "may_attach": self._may_attach,
                 "attach": self._attach,
                 "keep_alive": self._keep_alive,
-                "connect_bridge": self._connect_bridge,
+                "connect_kv": self._connect_kv,
                 "prefill": self._prefill,
                 "reserve": self._reserve,
                 "join": lambda payload, _: self._note("join", self.joined, JoinBatch, payload),
@@ -154,9 +154,9 @@ class FakeRank:
             self.router = None
             self.fence.release()
 
-    async def _connect_bridge(self, payload: Any, _: Peer) -> None:
-        self._note("connect_bridge", self.bridges, ConnectBridge, payload)
-        await self.gang.may_bridge.wait()
+    async def _connect_kv(self, payload: Any, _: Peer) -> None:
+        self._note("connect_kv", self.connections, ConnectKv, payload)
+        await self.gang.may_connect.wait()
 
     def _prefill(self, payload: Any, _: Peer) -> None:
         job = self._note("prefill", self.jobs, PrefillJob, payload)
@@ -231,8 +231,8 @@ class FakeGang:
         self.kv_slots, self.fingerprint = kv_slots, fingerprint
         self.world_size = instances * tp
         self.locations = [f"0-0-{rank}" for rank in range(self.world_size)]
-        self.may_bridge, self.may_reserve = asyncio.Event(), asyncio.Event()
-        self.may_bridge.set()
+        self.may_connect, self.may_reserve = asyncio.Event(), asyncio.Event()
+        self.may_connect.set()
         self.may_reserve.set()
         self.refuses: FaultError | None = None
         self.obeys_cancel = True

@@ -101,7 +101,7 @@ async def test_both_gangs_are_attached_and_linked() -> None:
         assert link.prefill.capacities == (10_000, 10_000)
         assert link.prefill.locations == ("0-0-0", "0-0-2")
         for rank in prefill.ranks + decode.ranks:
-            (message,) = rank.bridges
+            (message,) = rank.connections
             assert message.epoch == link.epoch
             assert (message.prefill_ranks, message.decode_ranks) == (4, 3)
             assert (message.prefill_tp, message.decode_tp) == (2, 1)
@@ -138,7 +138,7 @@ async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_t
         link = await cluster.wait_ready(PATIENCE_S)
         assert link.decode is first_link.decode
         assert len(decode.leader.attached) == 1
-        assert [message.epoch for message in decode.leader.bridges] == [
+        assert [message.epoch for message in decode.leader.connections] == [
             first_link.epoch,
             link.epoch,
         ]
@@ -187,26 +187,26 @@ async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
 
 async def test_a_link_that_does_not_stand_in_time_is_tried_again_under_a_new_epoch() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
-    prefill.may_bridge.clear()
+    prefill.may_connect.clear()
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, link_s=0.05) as (cluster, _):
-        await until(lambda: len(decode.leader.bridges) == 2)
-        prefill.may_bridge.set()
+        await until(lambda: len(decode.leader.connections) == 2)
+        prefill.may_connect.set()
         await cluster.wait_ready(PATIENCE_S)
-        epochs = [message.epoch for message in decode.leader.bridges]
+        epochs = [message.epoch for message in decode.leader.connections]
         assert len(set(epochs)) == len(epochs)
 
 
 async def test_a_gang_lost_while_it_is_linked_ends_the_attempt() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     second = FakeGang("decode", "d2")
-    prefill.may_bridge.clear()
+    prefill.may_connect.clear()
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, second) as (cluster, log):
-        await until(lambda: decode.leader.bridges)
+        await until(lambda: decode.leader.connections)
         await decode.kill(1)
         await until(lambda: log.lost)
-        prefill.may_bridge.set()
+        prefill.may_connect.set()
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
         link = await cluster.wait_ready(PATIENCE_S)
         assert link.decode.gang_id == "d2"

@@ -176,7 +176,7 @@ async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
 
 async def test_a_full_queue_reads_no_body(intake: RequestParser) -> None:
     closed = FakeGang("prefill", "p1")
-    closed.may_bridge.clear()
+    closed.may_connect.clear()
     async with served(intake, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
         waiting = server.cell.submit()
         await until(lambda: server.cell.service.counts.waiting == 1)

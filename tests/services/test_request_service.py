@@ -494,11 +494,11 @@ async def test_progress_of_a_former_routers_job_is_no_mistake(
 ) -> None:
     """The ranks are attached, and still end it."""
     gang = FakeGang("prefill", "p1")
-    gang.may_bridge.clear()
+    gang.may_connect.clear()
     async with fake_cell(prefill=gang, ready=False) as cell:
-        await until(lambda: all(rank.bridges for rank in gang.ranks))
+        await until(lambda: all(rank.connections for rank in gang.ranks))
         gang.leader.tell("prefill_progress", PrefillProgress(rank=0))
-        gang.may_bridge.set()
+        gang.may_connect.set()
         running = cell.submit()
         cell.finish(await cell.decoding(running), 4)
         assert len(await read(running)) == 4
@@ -513,12 +513,12 @@ async def test_a_broken_link_starts_over_what_has_not_landed_and_leaves_decoding
         leader = cell.decode.leader
         stale = LinkBroken(epoch="0.1", rank=0, reason="another one")
         leader.tell("link_broken", stale)
-        cell.decode.may_bridge.clear()
-        leader.tell("link_broken", replace(stale, epoch=leader.bridges[-1].epoch))
-        await until(lambda: len(leader.bridges) == 2)
+        cell.decode.may_connect.clear()
+        leader.tell("link_broken", replace(stale, epoch=leader.connections[-1].epoch))
+        await until(lambda: len(leader.connections) == 2)
         assert not cell.service.ready
         assert cell.service.trouble == "connecting the gangs"
-        cell.decode.may_bridge.set()
+        cell.decode.may_connect.set()
         await until(lambda: computing.timings.attempts == 2)
         cell.finish(await cell.decoding(computing), 4)
         cell.finish(rid, 4)
@@ -566,7 +566,7 @@ async def test_kv_that_does_not_land_fails_the_request() -> None:
 def closed() -> FakeGang:
     """A gang that is there, and that nothing can be started on."""
     gang = FakeGang("prefill", "p1")
-    gang.may_bridge.clear()
+    gang.may_connect.clear()
     return gang
 
 

@@ -180,12 +180,12 @@ def _halves() -> list[int]:
 
 
 async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
-    """Bytes over the bridge."""
+    """Bytes over the KV connection."""
     requests = requests_of(LONG, instances=[0], kept_only=kept_only)
     async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
         await answers(cell, requests, plan)
-        bridges = [rank._prefill_loop._bridge for rank in cell.prefill_gang.ranks]
-        return sum(sum(bridge._mesh.bytes_sent) for bridge in bridges if bridge is not None)
+        connections = [rank._prefill_loop._connection for rank in cell.prefill_gang.ranks]
+        return sum(sum(it._mesh.bytes_sent) for it in connections if it is not None)
 
 
 async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""KV over a real bridge: what was promised lands, and anything else is an error."""
+"""KV over a real connection: what was promised lands, and anything else is an error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from property_examples import examples
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors import bridge as bridge_module
 from csps.actors import link_heartbeat
-from csps.actors.bridge import Bridge, KvHeader, heads_to_deliver, send_layer
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
-from csps.actors.landing import Landing, Reservation
+from csps.actors.kv_transfer import connection as connection_module
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.destinations import heads_to_deliver, send_layer
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.layout import local_pieces
 from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import Pending
@@ -33,7 +36,7 @@ from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range, read_spec
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import (
-    ConnectBridge,
+    ConnectKv,
     KvLanded,
     KvShare,
     PrefillPiece,
@@ -264,8 +267,8 @@ class Shape:
         return self.decode * self.decode_tp
 
     @property
-    def connection(self) -> ConnectBridge:
-        return ConnectBridge(
+    def connection(self) -> ConnectKv:
+        return ConnectKv(
             epoch=EPOCH,
             store_host="",
             store_port=0,
@@ -303,15 +306,15 @@ class Receiver:
 
     def __init__(
         self,
-        bridge: Bridge,
+        connection: KvConnection,
         rank: int,
         spec: ModelSpec,
         shares: tuple[KvShare, ...],
         *,
         kept_only: bool = False,
     ) -> None:
-        instance, tp_rank = bridge.decode.instance_of(rank), bridge.decode.tp_rank_of(rank)
-        heads = kv_head_range(spec, tp_rank, bridge.decode.tp)
+        instance, tp_rank = connection.decode.instance_of(rank), connection.decode.tp_rank_of(rank)
+        heads = kv_head_range(spec, tp_rank, connection.decode.tp)
         self.spans = tuple(share.span for share in shares if share.instance == instance)
         self.reservations: dict[int, Reservation] = {}
         self.pool = KvPool(
@@ -328,8 +331,8 @@ class Receiver:
             for rid in (RID, NEXT_RID):
                 self.reservations[rid] = reservation(self.spans, heads, kept_only=kept_only)
                 self.pool.allocate(rid, self.spans)
-        self.landing = Landing(
-            bridge,
+        self.end = KvReceiver(
+            connection,
             self.pool,
             rank=rank,
             find=self.reservations.get,
@@ -344,14 +347,14 @@ class Receiver:
         return self.reports.get(timeout=WAIT_S)
 
 
-def bridges(shape: Shape) -> tuple[list[Bridge], list[Bridge]]:
+def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
     """All ranks' ends, prefill's and decode's."""
     store, world = HashStore(), shape.prefill_ranks + shape.decode_ranks
 
-    def make(index: int) -> Bridge:
+    def make(index: int) -> KvConnection:
         is_decode = index >= shape.prefill_ranks
         rank = index - shape.prefill_ranks if is_decode else index
-        return Bridge(
+        return KvConnection(
             store,
             shape.connection,
             rank=rank,
@@ -374,21 +377,21 @@ def test_every_decode_rank_gets_its_tokens_and_heads(
     model = replace(spec, heads=8, kv_heads=2)
     k, v = (torch.randn(LAYERS, shape.length, model.kv_heads, HEAD_DIM) for _ in range(2))
     kept_ht = None if keep is None else torch.rand(model.kv_heads, shape.length) < keep
-    senders, ends = bridges(shape)
+    senders, ends = connections(shape)
     receivers = [
         Receiver(end, r, model, shape.destinations, kept_only=keep is not None)
         for r, end in enumerate(ends)
     ]
     piece = PrefillPiece(rid=RID, start=0, length=shape.length, destinations=shape.destinations)
     sendings: list[Pending] = []
-    for rank, bridge in enumerate(senders):
-        heads = kv_head_range(model, bridge.prefill.tp_rank_of(rank), shape.prefill_tp)
+    for rank, connection in enumerate(senders):
+        heads = kv_head_range(model, connection.prefill.tp_rank_of(rank), shape.prefill_tp)
         columns = slice(heads.start, heads.stop)
-        for part in local_pieces([piece], shape.bounds, bridge.prefill.instance_of(rank)):
+        for part in local_pieces([piece], shape.bounds, connection.prefill.instance_of(rank)):
             rows = slice(part.span.start, part.span.stop)
             for layer in range(LAYERS):
                 sendings += send_layer(
-                    bridge,
+                    connection,
                     model,
                     rank=rank,
                     layer=layer,
@@ -407,7 +410,7 @@ def test_every_decode_rank_gets_its_tokens_and_heads(
     for sending in sendings:
         sending.wait()
     for receiver in receivers:
-        receiver.landing.close()
+        receiver.end.close()
 
 
 def check_pool(receiver: Receiver, k: Tensor, v: Tensor, kept_ht: Tensor | None) -> None:
@@ -450,30 +453,30 @@ PAIR = Shape(1, 1, 1, 1, (0, 10), (KvShare(instance=0, span=Span(start=0, stop=1
 
 
 @contextmanager
-def pair(spec: ModelSpec) -> Iterator[tuple[Bridge, Receiver]]:
+def pair(spec: ModelSpec) -> Iterator[tuple[KvConnection, Receiver]]:
     """One rank on either side, and a reservation of 10 tokens."""
-    senders, ends = bridges(PAIR)
+    senders, ends = connections(PAIR)
     receiver = Receiver(ends[0], 0, spec, PAIR.destinations)
     try:
         yield senders[0], receiver
     finally:
-        receiver.landing.close()
+        receiver.end.close()
         senders[0].close()
 
 
-def send(bridge: Bridge, it: KvHeader) -> None:
+def send(connection: KvConnection, it: KvHeader) -> None:
     k, v = (torch.ones(it.span.length, len(it.heads), HEAD_DIM, dtype=it.dtype) for _ in range(2))
-    bridge.send(0, it, k, v).wait()
+    connection.send(0, it, k, v).wait()
 
 
-def send_share(bridge: Bridge, spec: ModelSpec, rid: int) -> None:
+def send_share(connection: KvConnection, spec: ModelSpec, rid: int) -> None:
     for layer in range(LAYERS):
-        send(bridge, header(rid=rid, layer=layer, heads=range(spec.kv_heads)))
+        send(connection, header(rid=rid, layer=layer, heads=range(spec.kv_heads)))
 
 
-def check_next_lands(bridge: Bridge, receiver: Receiver, spec: ModelSpec) -> None:
+def check_next_lands(connection: KvConnection, receiver: Receiver, spec: ModelSpec) -> None:
     """And nothing else was reported."""
-    send_share(bridge, spec, NEXT_RID)
+    send_share(connection, spec, NEXT_RID)
     landed = receiver.report()
     assert isinstance(landed, KvLanded)
     assert landed.rid == NEXT_RID
@@ -494,17 +497,17 @@ def test_wrong_kv_fails_its_request_and_nothing_of_it_lands(
     spec: ModelSpec, wrong: dict[str, Any]
 ) -> None:
     """The stream goes on behind it: the bad message was received to its end."""
-    with pair(spec) as (bridge, receiver):
-        send(bridge, header(heads=range(spec.kv_heads), **wrong))
+    with pair(spec) as (connection, receiver):
+        send(connection, header(heads=range(spec.kv_heads), **wrong))
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
         assert (failed.rid, failed.code) == (RID, "TransferError")
-        send_share(bridge, spec, RID)
-        check_next_lands(bridge, receiver, spec)
+        send_share(connection, spec, RID)
+        check_next_lands(connection, receiver, spec)
 
 
 def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> None:
-    with pair(spec) as (bridge, receiver):
+    with pair(spec) as (connection, receiver):
         receiver.reservations[RID] = reservation(
             (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=True
         )
@@ -512,40 +515,41 @@ def test_a_mask_that_marks_another_number_fails_its_request(spec: ModelSpec) -> 
         kept_ht[0, :3] = False
         rows = torch.ones(5, HEAD_DIM)
         it = header(heads=range(spec.kv_heads), kept=5)
-        bridge.send_kept(0, it, KeptKv(kept_ht, rows, rows)).wait()
+        connection.send_kept(0, it, KeptKv(kept_ht, rows, rows)).wait()
         failed = receiver.report()
         assert isinstance(failed, RequestFailed)
         assert (failed.rid, failed.code) == (RID, "TransferError")
         assert "a mask of" in failed.message
-        check_next_lands(bridge, receiver, spec)
+        check_next_lands(connection, receiver, spec)
 
 
 def test_kv_that_arrives_twice_fails_its_request(spec: ModelSpec) -> None:
-    with pair(spec) as (bridge, receiver):
+    with pair(spec) as (connection, receiver):
         for _ in range(2):
-            send(bridge, header(heads=range(spec.kv_heads)))
+            send(connection, header(heads=range(spec.kv_heads)))
         assert isinstance(receiver.report(), RequestFailed)
-        check_next_lands(bridge, receiver, spec)
+        check_next_lands(connection, receiver, spec)
 
 
 def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
-    with pair(spec) as (bridge, receiver):
+    with pair(spec) as (connection, receiver):
         del receiver.reservations[RID]
-        send_share(bridge, spec, RID)
-        check_next_lands(bridge, receiver, spec)
+        send_share(connection, spec, RID)
+        check_next_lands(connection, receiver, spec)
 
 
 def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
-    with pair(spec) as (bridge, receiver):
+    with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(KvHeader, "pack", lambda self: torch.zeros(10, dtype=torch.int64))
-            sending = bridge.send(0, header(), torch.empty(0), torch.empty(0))
+            sending = connection.send(0, header(), torch.empty(0), torch.empty(0))
         assert isinstance(receiver.report(), TransferError)
         del sending  # never to be received; dropped earlier, it would never be sent
 
 
 @pytest.mark.parametrize(
-    "fails", ["csps.actors.bridge.torch.empty_like", "csps.actors.kv_pool.KvPool.write"]
+    "fails",
+    ["csps.actors.kv_transfer.connection.torch.empty_like", "csps.actors.kv_pool.KvPool.write"],
 )
 def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails: str) -> None:
     """Torch says with one class that memory ran out and that a peer is gone."""
@@ -556,18 +560,18 @@ def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails:
 
     it = header(heads=range(spec.kv_heads))
     rows = torch.ones(it.span.length, spec.kv_heads, HEAD_DIM)
-    with pair(spec) as (bridge, receiver):
+    with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fails, fail)
-            sending = bridge.send(0, it, rows, rows)
+            sending = connection.send(0, it, rows, rows)
             assert receiver.report() is out_of_memory
         del sending  # as above
 
 
 def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:
-    with pair(spec) as (bridge, receiver):
-        bridge.close()
-        for thread in receiver.landing._threads:
+    with pair(spec) as (connection, receiver):
+        connection.close()
+        for thread in receiver.end._threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
         assert receiver.report().startswith("prefill rank 0: ")
@@ -577,7 +581,7 @@ def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> N
 def test_a_peer_that_falls_silent_is_reported(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bridge_module, "SILENCE", timedelta(milliseconds=50))
+    monkeypatch.setattr(connection_module, "SILENCE", timedelta(milliseconds=50))
     with pair(spec) as (_, receiver):
         assert receiver.report().startswith("prefill rank 0: ")
 
@@ -586,11 +590,11 @@ def test_a_peer_that_beats_is_not_silent(spec: ModelSpec, monkeypatch: pytest.Mo
     """Beats stand between announcements; the sender learns as well that the receiver has gone."""
     monkeypatch.setattr(link_heartbeat, "BEAT_S", 0.01)
     lost: SimpleQueue[str] = SimpleQueue()
-    with pair(spec) as (bridge, receiver):
-        heartbeat = LinkHeartbeat(bridge, lost.put)
+    with pair(spec) as (connection, receiver):
+        heartbeat = LinkHeartbeat(connection, lost.put)
         try:
-            check_next_lands(bridge, receiver, spec)
-            receiver.landing.close()
+            check_next_lands(connection, receiver, spec)
+            receiver.end.close()
             assert lost.get(timeout=WAIT_S).startswith("decode rank 0: ")
         finally:
             heartbeat.close()
@@ -598,8 +602,8 @@ def test_a_peer_that_beats_is_not_silent(spec: ModelSpec, monkeypatch: pytest.Mo
 
 def test_closing_ends_the_receivers(spec: ModelSpec) -> None:
     with pair(spec) as (_, receiver):
-        receiver.landing.close()
-        for thread in receiver.landing._threads:
+        receiver.end.close()
+        for thread in receiver.end._threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
         assert receiver.reports.empty()

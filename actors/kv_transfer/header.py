@@ -1,0 +1,58 @@
+"""What announces a message of KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csps.protocols.errors import TransferError
+from csps.protocols.messages import Span
+
+_MAGIC = 0x63737073  # "csps"
+_ALL_KEPT = -1
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvHeader:
+    """Announces the keys and values of one layer, span and run of KV heads of a request."""
+
+    epoch: int
+    """Digest of the name of the pair of gangs."""
+    rid: int
+    layer: int
+    span: Span
+    heads: range
+    """Numbered over the whole model, because the gangs' tensor parallelism may differ."""
+    dtype: torch.dtype
+    kept: int | None = None
+    """How many (token, head) pairs follow, behind a mask; None if all do, and no mask."""
+
+    WORDS = 10
+
+    def pack(self) -> Tensor:
+        """As int64 words, the form it travels in."""
+        numbers = (self.rid, self.layer, self.span.start, self.span.stop)
+        heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
+        kept = _ALL_KEPT if self.kept is None else self.kept
+        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, kept))
+
+    @classmethod
+    def unpack(cls, words: Tensor) -> KvHeader:
+        """Read a header; TransferError if it is none, because the stream is out of step then."""
+        magic, epoch, rid, layer, start, stop, head, head_stop, dtype, kept = words.tolist()
+        ranges = 0 <= start <= stop and 0 <= head <= head_stop
+        ranges = ranges and _ALL_KEPT <= kept <= (stop - start) * (head_stop - head)
+        if magic != _MAGIC or not ranges or not 0 <= dtype < len(_DTYPES):
+            raise TransferError(f"expected a KV header, got {words.tolist()}")
+        return cls(
+            epoch=epoch,
+            rid=rid,
+            layer=layer,
+            span=Span(start=start, stop=stop),
+            heads=range(head, head_stop),
+            dtype=_DTYPES[dtype],
+            kept=None if kept == _ALL_KEPT else kept,
+        )

@@ -1,0 +1,98 @@
+"""What a decode rank has set aside for a request, and what of its KV has arrived.
+
+A reservation is made before anything is sent. Its KV is complete when as many (token, head,
+layer) entries have arrived as were promised, each within the promised span, heads and layers and
+none twice; until then the request cannot join a batch. An entry may come as "not kept", for a
+request that is to have kept tokens only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.name_digest import name_digest
+from csps.actors.span_set import SpanSet
+from csps.protocols.errors import TransferError
+from csps.protocols.messages import Reserve, Span
+from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
+
+
+@dataclass(kw_only=True)
+class Reservation:
+    """What one rank has set aside for a request, and how much of its KV has arrived."""
+
+    request: Reserve
+    spans: tuple[Span, ...]
+    """This rank's share of the prompt."""
+    heads: range
+    layers: int
+    owner: str
+    """The router's attachment that asked for it."""
+    started: float = field(default_factory=time.monotonic)
+    missing: int = field(init=False)
+    """(token, head, layer) entries yet to come."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while KV is written and while the request is freed, never both at once."""
+    closed: bool = False
+    """Takes no more KV: it was freed, or wrong KV came."""
+
+    def __post_init__(self) -> None:
+        self.missing = self.tokens * len(self.heads) * self.layers
+        self._epoch = name_digest(self.request.epoch)
+        self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
+        self._narrowed: dict[int, bool] = {}
+        """Whether a layer's KV comes without what it dropped; all of it does, or nothing."""
+        # Traced from the reservation to the last token of KV, then from joining to leaving.
+        self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
+
+    def landed(self) -> None:
+        """All KV is here."""
+        self._trace(NO_SPAN)
+
+    def joined(self, rank: int) -> None:
+        """The request decodes from now on."""
+        self._trace(begin("decode.rank", self.request.trace, {"csps.rank": rank}))
+
+    def left(self) -> None:
+        """The request is gone from this rank."""
+        self._trace(NO_SPAN)
+
+    def _trace(self, following: TraceSpan) -> None:
+        self._trace_span.end()
+        self._trace_span = following
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens whose KV this rank is to hold."""
+        return sum(span.length for span in self.spans)
+
+    def accept(self, header: KvHeader) -> None:
+        """Count an announcement in; TransferError unless it is promised and new."""
+        if header.epoch != self._epoch:
+            raise TransferError(
+                f"KV of request {header.rid} is not from epoch {self.request.epoch}"
+            )
+        if not self._promises(header):
+            raise TransferError(f"{header} is not part of this rank's share of the request")
+        if not self._expects(narrowed=header.kept is not None, layer=header.layer):
+            raise TransferError(f"{header} has other tokens than this request's layer is to have")
+        if not all(self._arrived[header.layer, h].add(header.span) for h in header.heads):
+            raise TransferError(f"{header} brings KV that has arrived before")
+        self.missing -= header.span.length * len(header.heads)
+
+    def _promises(self, header: KvHeader) -> bool:
+        span, heads = header.span, header.heads
+        return (
+            any(own.start <= span.start < span.stop <= own.stop for own in self.spans)
+            and self.heads.start <= heads.start < heads.stop <= self.heads.stop
+            and 0 <= header.layer < self.layers
+        )
+
+    def _expects(self, *, narrowed: bool, layer: int) -> bool:
+        if narrowed and not self.request.kept_only:
+            return False
+        return self._narrowed.setdefault(layer, narrowed) == narrowed
