@@ -67,6 +67,7 @@ class Tag(IntEnum):
     WEIGHTS = 21
     KV_KEPT = 22
     SUMS_TO_RELAY = 23
+    HISTORY_ANSWER = 25
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ Phase = Literal[
     "all-gather",
     "reduce-scatter",
     "importance exchange",
+    "history exchange",
     "wait",
 ]
 """What a span of time went to. The all-to-alls, all-gathers and reduce-scatters are transfers,
@@ -33,6 +34,7 @@ TRANSFERS: frozenset[str] = frozenset(
         "first all-to-all",
         "second all-to-all",
         "importance exchange",
+        "history exchange",
         "all-gather",
         "reduce-scatter",
     }

@@ -31,7 +31,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.mesh import Tag
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.actors.strategies.head_history import HeadHistory, HeadHolder, HistoryUnderWay
+from csps.actors.strategies.history import History, HistoryMember, through
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.strategy import Keep
@@ -57,14 +57,20 @@ class GatheredWeights(WithTransfers):
         self._split = HeadSplit(
             heads=spec.heads, kv_heads=spec.kv_heads, parts=len(self._shards.ranks)
         )
-        self._history = HeadHistory(group, engine.pool, self._holders())
+        self._history = History(
+            group,
+            engine.pool,
+            self._members(),
+            group_heads=spec.heads // spec.kv_heads,
+            scale=spec.scale,
+            begin=through(self._transfers),
+        )
         self._layers = GatheredLayers(engine, self._transfers)
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """See `Strategy`."""
-        history = self._history.start(index, self._transfers)
         whole = self._layers.layer(index)
         # The last layer is computed by rows and wants no strategy: nothing to fetch for it.
         if index + 2 < self._engine.spec.layers:
@@ -75,7 +81,7 @@ class GatheredWeights(WithTransfers):
         keep(index, *own_kv)
         with timeline.phase("qkv", layer=index):
             q_shd, k_sgd, v_sgd = whole.qkv(x_td[own], rotary[own])
-        out_shd = self._attend(index, q_shd, k_sgd, v_sgd, history)
+        out_shd = self._attend(index, q_shd, k_sgd, v_sgd)
         with timeline.phase("linear", layer=index):
             x_sd = whole.attention_output(x_td[own], out_shd)
         return all_gather(instance_shards(self._group), x_sd, self._transfers)
@@ -88,20 +94,11 @@ class GatheredWeights(WithTransfers):
 
     # --- attention -----------------------------------------------------------------------------
 
-    def _attend(
-        self,
-        index: int,
-        q_shd: Tensor,
-        k_sgd: Tensor,
-        v_sgd: Tensor,
-        history: dict[int, HistoryUnderWay],
-    ) -> Tensor:
+    def _attend(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
         """Attention output of own rows, all heads, in q's dtype."""
         member = self._shards.member
         rows = self._first_exchange(index, q_shd, k_sgd, v_sgd)
         heads, kv_heads = self._split.query_count(member), self._split.key_count(member)
-        if not heads:
-            return self._second_exchange(index, rows)
         attention = RowAttention(
             self._group.job.pieces,
             [HeadBlock(*run) for run in self._split.uniform_runs(member)],
@@ -109,18 +106,14 @@ class GatheredWeights(WithTransfers):
             scale=self._engine.spec.scale,
             withdrawn=self._group.withdrawn,
         )
-        total = self._shards.total_rows
-        arrived = {piece: it.arrived(self._transfers) for piece, it in history.items()}
-        timeline = self._group.clock.timeline
-        for piece, (k_ngd, v_ngd) in arrived.items():
-            for block in attention.blocks((0, total), len(k_ngd)):
-                with timeline.phase("attention", layer=index):
-                    attention.attend_history(piece, block, k_ngd, v_ngd)
-                self._group.give_way()
-        for block in attention.blocks((0, total), total):
+        asked = self._history.ask(index, attention.q_Thd)
+        asked.answer()
+        total, timeline = self._shards.total_rows, self._group.clock.timeline
+        for block in attention.blocks((0, total), total) if heads else ():
             with timeline.phase("attention", layer=index):
                 attention.attend(block, (0, total))
             self._group.give_way()
+        asked.merge_into(attention.out_Thd, attention.lse_hT)
         return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
@@ -165,15 +158,15 @@ class GatheredWeights(WithTransfers):
         self._transfers.wait(transfer)
         return torch.cat(parts, dim=1)
 
-    def _holders(self) -> list[HeadHolder]:
+    def _members(self) -> list[HistoryMember]:
         layout, spec = self._group.layout, self._engine.spec
-        everything = range(spec.kv_heads)
         return [
-            HeadHolder(
+            HistoryMember(
                 rank=rank,
                 instance=layout.instance_of(rank),
+                rows=range(self._shards.total_rows),
+                heads=range(spec.heads)[self._split.queries(member)],
                 held=kv_head_range(spec, layout.tp_rank_of(rank), layout.tp),
-                wanted=everything[self._split.keys(member)],
             )
             for member, rank in enumerate(self._shards.ranks)
         ]

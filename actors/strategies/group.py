@@ -150,12 +150,31 @@ class HeadSplit:
         An uneven split may leave a member with, say, two query heads of one KV head and one of
         the next: grouped-query attention cannot run those in one call.
         """
-        own, kv, group = self.queries(part), self.keys(part), self.heads // self.kv_heads
-        aligned = own.start % group == 0 and own.stop % group == 0
-        if aligned or kv.stop - kv.start <= 1:
-            return [(slice(0, own.stop - own.start), slice(0, kv.stop - kv.start))]
-        runs = []
-        for index, head in enumerate(range(kv.start, kv.stop)):
-            start, stop = max(own.start, head * group), min(own.stop, (head + 1) * group)
-            runs.append((slice(start - own.start, stop - own.start), slice(index, index + 1)))
-        return runs
+        own, kv = self.queries(part), self.keys(part)
+        return [
+            (
+                slice(queries.start - own.start, queries.stop - own.start),
+                slice(keys.start - kv.start, keys.stop - kv.start),
+            )
+            for queries, keys in uniform_heads(
+                range(own.start, own.stop), self.heads // self.kv_heads
+            )
+        ]
+
+
+def uniform_heads(heads: range, group: int) -> list[tuple[range, range]]:
+    """(query heads, KV heads that they read) in which every KV head serves equally many queries;
+    a KV head serves `group` query heads of the whole."""
+    if not heads:
+        return []
+    keys = range(heads.start // group, (heads.stop - 1) // group + 1)
+    aligned = heads.start % group == 0 and heads.stop % group == 0
+    if aligned or len(keys) == 1:
+        return [(heads, keys)]
+    return [
+        (
+            range(max(heads.start, key * group), min(heads.stop, (key + 1) * group)),
+            range(key, key + 1),
+        )
+        for key in keys
+    ]

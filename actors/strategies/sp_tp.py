@@ -31,17 +31,21 @@ from csps.actors.csa.geometry import LevelGeometry, spanning_parts
 from csps.actors.csa.schedule import DropSchedule
 from csps.actors.engine.engine import Engine
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
-from csps.actors.strategies.head_history import HeadHistory, HeadHolder, HistoryUnderWay
+from csps.actors.strategies.history import History, HistoryMember, through
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock
 from csps.actors.strategies.sp_tp_far_keys import FarKeys, FarParts
 from csps.actors.strategies.sp_tp_layer import SpTpLayer
-from csps.actors.strategies.sp_tp_schedule import Step, near_to_far, one_after_another
+from csps.actors.strategies.sp_tp_schedule import (
+    Step,
+    near_to_far,
+    one_after_another,
+    with_history,
+)
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
 from csps.models.rope import Rotary
-from csps.models.spec import kv_head_range
 from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import Span
 
@@ -74,7 +78,15 @@ class SpTp(WithTransfers):
             computing=[self._split.query_count(member) > 0 for member in range(group.size)],
             tree=server_tree if hierarchical else flat_tree,
         )
-        self._history = HeadHistory(group, engine.pool, self._holders())
+        self._history = History(
+            group,
+            engine.pool,
+            self._members(),
+            group_heads=engine.heads // len(engine.kv_heads),
+            scale=engine.spec.scale,
+            begin=through(self._transfers),
+        )
+        self._has_history = any(piece.history for piece in group.job.pieces)
         self._importance: Mapping[int, Tensor] = {}
         self._steps: dict[int, tuple[Step, ...]] = {}
 
@@ -88,14 +100,15 @@ class SpTp(WithTransfers):
         gather = RowGather(self._shards, x_td, parts, self._transfers, layer=index)
         reduce = RowReduce(self._shards, like_d, parts, self._transfers, layer=index)
         with gather, reduce:
-            history = self._history.start(index, self._transfers)
             with timeline.phase("qkv", layer=index):
                 own_kv = layer.keys_and_values(x_td, rotary)
             keep(index, *own_kv)
             if self._split.query_count(self._group.member):
-                work = self._layer(index, layer, gather.rows_td, history)
+                work = self._layer(index, layer, gather.rows_td)
                 work.run(self._planned(index), gather, reduce, self._transfers)
                 self._importance = self._judged(index, work)
+            else:
+                self._only_answer(index, x_td)
             sum_td = reduce.result()
         sum_td = self._instance_rows(sum_td)
         with timeline.phase("linear", layer=index):
@@ -103,9 +116,7 @@ class SpTp(WithTransfers):
 
     # --- one layer -----------------------------------------------------------------------------
 
-    def _layer(
-        self, index: int, layer: Layer, rows_td: Tensor, history: Mapping[int, HistoryUnderWay]
-    ) -> SpTpLayer:
+    def _layer(self, index: int, layer: Layer, rows_td: Tensor) -> SpTpLayer:
         queries = self._split.queries(self._group.member)
         keys = self._split.keys(self._group.member)
         return SpTpLayer(
@@ -114,7 +125,7 @@ class SpTp(WithTransfers):
             rows_td,
             self._rotary,
             blocks=[HeadBlock(*run) for run in self._split.uniform_runs(self._group.member)],
-            history=history,
+            history=self._history,
             far_keys=self._far_keys(index),
             index=index,
         )
@@ -125,9 +136,15 @@ class SpTp(WithTransfers):
         if micro not in self._steps:
             parts = tuple(self._shards.parts(micro))
             pipelined = self._plan is not None and self._plan.pipelined
-            steps = near_to_far(parts, self._distances) if pipelined else one_after_another(parts)
-            self._steps[micro] = tuple(steps)
+            plain = near_to_far(parts, self._distances) if pipelined else one_after_another(parts)
+            steps = tuple(plain)
+            self._steps[micro] = tuple(with_history(steps)) if self._has_history else steps
         return self._steps[micro]
+
+    def _only_answer(self, index: int, x_td: Tensor) -> None:
+        """Without heads there is nothing to ask, but history may lie here."""
+        no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
+        self._history.ask(index, no_queries).answer()
 
     def _micro_partitions(self, index: int) -> int:
         if self._plan is None or not self._plan.pipelined:
@@ -199,17 +216,20 @@ class SpTp(WithTransfers):
         ]
         return [distance for distance in distances for _ in range(self._group.layout.tp)]
 
-    def _holders(self) -> list[HeadHolder]:
-        layout, spec = self._group.layout, self._engine.spec
+    def _members(self) -> list[HistoryMember]:
+        """Of equal tensor-parallel rank, which share its heads."""
+        group = self._group
         return [
-            HeadHolder(
-                rank=layout.rank_of(instance, tp_rank),
+            HistoryMember(
+                rank=rank,
                 instance=instance,
-                held=(held := kv_head_range(spec, tp_rank, layout.tp)),
-                wanted=held[self._split.keys(member)],
+                rows=range(group.total_rows),
+                heads=range(self._split.heads)[self._split.queries(member)],
+                held=range(self._split.kv_heads),
             )
-            for member, instance in enumerate(self._group.job.group)
-            for tp_rank in range(layout.tp)
+            for member, (rank, instance) in enumerate(
+                zip(group.peers, group.job.group, strict=True)
+            )
         ]
 
 

@@ -1,6 +1,6 @@
 """Attention of some heads over all rows of a batch, computed in any order of queries and keys.
 
-Shape suffixes: T rows of the batch, n tokens of history, h own query heads, g the KV heads that
+Shape suffixes: T rows of the batch, h own query heads, g the KV heads that
 they read, d head dim.
 """
 
@@ -76,14 +76,6 @@ class RowAttention:
             if own and seen:
                 self._attend_piece(index, own, seen)
 
-    def attend_history(
-        self, index: int, rows: tuple[int, int], k_ngd: Tensor, v_ngd: Tensor
-    ) -> None:
-        """Those of the rows that belong to a piece to its history, all of which they see."""
-        own = self._clip(index, *rows)
-        if own and len(k_ngd) and self._wanted(index):
-            self._attend_all(own, k_ngd, v_ngd)
-
     def importance(self, index: int, window: int) -> Tensor:
         """What a piece's keys receive from its last `window` queries under exact attention, or,
         at 0, from all of them under the attention that was computed. Dropped keys are judged with
@@ -139,10 +131,6 @@ class RowAttention:
                     scale=self._scale,
                 ),
             )
-
-    def _attend_all(self, queries: range, k_ngd: Tensor, v_ngd: Tensor) -> None:
-        for block in self._blocks:
-            self._attend_block(queries, block.queries, k_ngd[:, block.keys], v_ngd[:, block.keys])
 
     def _attend_kept(self, queries: range, part: range, level: int) -> None:
         """All queries to those keys of a farther part that the level keeps."""

@@ -5,7 +5,7 @@ Shape suffixes: T rows of the batch, h own query heads, g the KV heads that they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -13,12 +13,21 @@ from torch import Tensor
 from csps.actors.collectives.row_gather import RowGather
 from csps.actors.collectives.row_reduce import RowReduce
 from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.head_history import HistoryUnderWay
+from csps.actors.strategies.history import Asked, History
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.sp_tp_far_keys import FarKeys
-from csps.actors.strategies.sp_tp_schedule import Attend, HandOn, Place, Project, Step, Wait
+from csps.actors.strategies.sp_tp_schedule import (
+    AskHistory,
+    Attend,
+    HandOn,
+    Place,
+    Project,
+    Step,
+    Wait,
+)
 from csps.actors.timeline import Phase
 from csps.actors.transfers import Transfers
+from csps.kernels.merge import merge_into, nothing_seen
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 
@@ -34,7 +43,7 @@ class SpTpLayer:
         rotary: Rotary,
         *,
         blocks: Sequence[HeadBlock],
-        history: Mapping[int, HistoryUnderWay],
+        history: History,
         far_keys: FarKeys | None,
         index: int,
     ) -> None:
@@ -43,14 +52,14 @@ class SpTpLayer:
             layer: with the own heads only.
             rows_td: (T, hidden), valid where a `Wait` has returned.
             rotary: of all T rows.
-            history: by piece.
         """
         self._group = group
         self._layer = layer
         self._rows_td = rows_td
         self._rotary = rotary
         self._history = history
-        self._arrived: dict[int, tuple[Tensor, Tensor]] = {}
+        self._asked: Asked | None = None
+        self._of_history: tuple[Tensor, Tensor] | None = None
         self._timeline = group.clock.timeline
         self._index = index
         self.attention = RowAttention(
@@ -75,7 +84,9 @@ class SpTpLayer:
                     with self._phase("qkv", place):
                         self._project(start, stop)
                     self._pause(transfers)
-                    self._attend_history((start, stop), transfers, place)
+                case AskHistory():
+                    self._asked = self._history.ask(self._index, self.attention.q_Thd)
+                    self._asked.answer()
                 case Attend(queries, keys, place):
                     for block in self.attention.blocks(queries, keys[1] - keys[0]):
                         with self._phase("attention", place):
@@ -83,7 +94,7 @@ class SpTpLayer:
                         self._pause(transfers)
                 case HandOn(part):
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
-                        out_thd = self.attention.out_Thd[part.rows]
+                        out_thd = self._with_history(part.rows)
                         reduce.add(part, self._layer.output_part(out_thd))
                     self._pause(transfers)
 
@@ -100,15 +111,21 @@ class SpTpLayer:
         for buffer, part in zip(buffers, computed, strict=True):
             buffer[rows] = part
 
-    def _attend_history(self, rows: tuple[int, int], transfers: Transfers, place: Place) -> None:
-        for piece, under_way in self._history.items():
-            if piece not in self._arrived:
-                self._arrived[piece] = under_way.arrived(transfers)
-            k_ngd, v_ngd = self._arrived[piece]
-            for block in self.attention.blocks(rows, len(k_ngd)):
-                with self._phase("attention", place):
-                    self.attention.attend_history(piece, block, k_ngd, v_ngd)
-                self._pause(transfers)
+    def _with_history(self, rows: slice) -> Tensor:
+        """The output of complete rows. History stays out of the running result, whose LSEs judge
+        the chunk's keys."""
+        attention = self.attention
+        if self._asked is not None:
+            self._of_history = nothing_seen(attention.q_Thd)
+            self._asked.merge_into(*self._of_history)
+            self._asked = None
+        if self._of_history is None:
+            return attention.out_Thd[rows]
+        out_Thd, lse_hT = self._of_history
+        merge_into(
+            out_Thd[rows], lse_hT[:, rows], attention.out_Thd[rows], attention.lse_hT[:, rows]
+        )
+        return out_Thd[rows]
 
     def _pause(self, transfers: Transfers) -> None:
         """Between two parts of the computing."""

@@ -65,7 +65,12 @@ class HandOn:
     part: RowPart
 
 
-Step = Wait | Project | Attend | HandOn
+@dataclass(frozen=True)
+class AskHistory:
+    """All queries are here: let the holders of history have them."""
+
+
+Step = Wait | Project | AskHistory | Attend | HandOn
 
 
 def one_after_another(parts: Sequence[RowPart]) -> Iterator[Step]:
@@ -110,6 +115,17 @@ def near_to_far(parts: Sequence[RowPart], distances: Sequence[int]) -> Iterator[
             yield from attend(part, arrived, distance + 1)
         for part in nearer:
             yield from attend(part, coming, distance + 1)
+
+
+def with_history(steps: Sequence[Step]) -> Iterator[Step]:
+    """All members ask at once, when the last rows have come; what would have been handed on before
+    that is handed on then."""
+    last = max((i for i, step in enumerate(steps) if isinstance(step, Project)), default=-1)
+    early = [step for step in steps[: last + 1] if isinstance(step, HandOn)]
+    yield from (step for step in steps[: last + 1] if not isinstance(step, HandOn))
+    yield AskHistory()
+    yield from early
+    yield from steps[last + 1 :]
 
 
 def _start(part: RowPart) -> int:

@@ -4,28 +4,27 @@
     attention over whole sequences, in blocks of queries between which urgent jobs may run
     outputs of all rows, own heads  --second exchange--> own rows, all heads
 
-History (KV of earlier chunks) lies with the members that hold it, in any order of positions;
-each sends every other the heads that it owns. Shapes: t rows of this member, T rows of the
-batch, h heads, d head size.
+History is asked in between, with all rows of own heads. Shapes: t rows of this member, T rows of
+the batch, h heads, d head size.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Pending, Tag
-from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
+from csps.actors.strategies.group import HeadSplit, SpGroup
+from csps.actors.strategies.history import History, HistoryMember, Messages, Wait
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
+from csps.actors.transfers import Label
 from csps.kernels.attention import attention
-from csps.kernels.positions import Positions
+from csps.kernels.merge import nothing_seen
 from csps.models.network import Layer
 from csps.models.rope import Rotary
-from csps.protocols.messages import PrefillPiece, Span
+from csps.protocols.messages import PrefillPiece
 
 
 class Ulysses:
@@ -35,9 +34,16 @@ class Ulysses:
         self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
     ) -> None:
         self._group = group
-        self._pool = pool
         self._split = HeadSplit(heads=heads, kv_heads=kv_heads, parts=group.size)
         self._scale = scale
+        self._history = History(
+            group,
+            pool,
+            self._members(),
+            group_heads=heads // kv_heads,
+            scale=scale,
+            begin=self._begin,
+        )
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
@@ -52,23 +58,14 @@ class Ulysses:
             return layer.attention_output(x_td, out_thd)
 
     def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-        """Attention output (t, h, d) of this member's rows, in q's dtype.
-
-        The chunk's own k and v must not yet be among the history in the pool's view: history is
-        read by the spans that the job names.
-        """
+        """Attention output (t, h, d) of this member's rows, in q's dtype."""
         if self._group.size == 1:
-            held = (
-                [self._held_history(layer, it)] if self._group.wanted(it) else []
-                for it in self._group.job.pieces
-            )
-            return self._batch_attention(layer, q_thd, k_thd, v_thd, held)
-        rows, first = self._first_exchange(q_thd, k_thd, v_thd)
-        history, second = self._history_exchange(layer)
+            return self._batch_attention(layer, q_thd, k_thd, v_thd)
         timeline = self._group.clock.timeline
+        rows, first = self._first_exchange(q_thd, k_thd, v_thd)
         with self._group.clock.communicating(), timeline.phase("first all-to-all", layer=layer):
-            Pending.all((first, second)).wait()
-        out_thd = self._batch_attention(layer, *self._parts(rows), history)
+            first.wait()
+        out_thd = self._batch_attention(layer, *self._parts(rows))
         with timeline.phase("second all-to-all", layer=layer):
             return self._second_exchange(out_thd, q_thd)
 
@@ -94,43 +91,30 @@ class Ulysses:
     def _width(self, member: int) -> int:
         return self._split.query_count(member) + 2 * self._split.key_count(member)
 
-    def _history_exchange(self, layer: int) -> tuple[list[list[Tensor]], Pending]:
-        """Per piece, the members' history of own heads as (tokens, 2, kv heads, d)."""
-        pieces = self._group.job.pieces
-        received = [self._history_buffers(piece) for piece in pieces]
-        pending = [
-            self._exchange_piece(layer, piece, buffers)
-            for piece, buffers in zip(pieces, received, strict=True)
-            if piece.history and self._group.wanted(piece)
+    def _members(self) -> list[HistoryMember]:
+        group, split = self._group, self._split
+        return [
+            HistoryMember(
+                rank=rank,
+                instance=instance,
+                rows=range(group.total_rows),
+                heads=range(split.heads)[split.queries(member)],
+                held=range(split.kv_heads),
+            )
+            for member, (rank, instance) in enumerate(
+                zip(group.peers, group.job.group, strict=True)
+            )
         ]
-        return received, Pending.all(pending)
 
-    def _history_buffers(self, piece: PrefillPiece) -> list[Tensor]:
-        lengths = [
-            sum(span.length for span in self._group.history_of(piece, member))
-            for member in range(self._group.size)
-        ]
-        shape = (2, self._split.key_count(self._group.member), self._pool.head_dim)
-        return [self._pool.k.new_empty(length, *shape) for length in lengths]
+    def _begin(self, sends: Messages, recvs: Messages, tag: Tag, label: Label) -> Wait:
+        """An exchange that is waited for as the all-to-alls are."""
+        clock, pending = self._group.clock, self._group.mesh.exchange(sends, recvs, tag)
 
-    def _exchange_piece(self, layer: int, piece: PrefillPiece, buffers: list[Tensor]) -> Pending:
-        group = self._group
-        held = self._held_history(layer, piece)
-        buffers[group.member].copy_(held[:, :, self._split.keys(group.member)])
-        sends = [
-            (group.peers[member], held[:, :, self._split.keys(member)].contiguous())
-            for member in group.others
-        ]
-        recvs = [(group.peers[member], buffers[member]) for member in group.others]
-        return group.mesh.exchange(sends, recvs, Tag.HISTORY)
+        def wait() -> None:
+            with clock.communicating(), clock.timeline.phase(label.phase, layer=label.layer):
+                pending.wait()
 
-    def _held_history(self, layer: int, piece: PrefillPiece) -> Tensor:
-        """This member's history of a piece, all local KV heads, (tokens, 2, kv heads, d)."""
-        spans = self._group.history_of(piece, self._group.member)
-        runs = [run for span in spans for run in self._pool.view(layer, piece.rid, span)]
-        if not runs:
-            return self._pool.k.new_empty(0, 2, self._pool.kv_heads, self._pool.head_dim)
-        return torch.cat([torch.stack((run.k_thd, run.v_thd), dim=1) for run in runs])
+        return wait
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of own heads, out of what the first exchange has gathered."""
@@ -139,26 +123,21 @@ class Ulysses:
         q_thd, k_thd, v_thd = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
         return q_thd, k_thd, v_thd
 
-    def _batch_attention(
-        self,
-        layer: int,
-        q_thd: Tensor,
-        k_thd: Tensor,
-        v_thd: Tensor,
-        history: Iterable[list[Tensor]],
-    ) -> Tensor:
-        """Outputs of all pieces' rows (t, h, d), in q's dtype; `history` as `_with_history`. Zeros
-        for a withdrawn piece, which the layers that follow take like any other numbers."""
-        out_thd, begin = q_thd.new_empty(q_thd.shape), 0
-        for piece, held in zip(self._group.job.pieces, history, strict=True):
+    def _batch_attention(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        """Outputs of all rows and own heads (T, h, d), in q's dtype. Zeros for a withdrawn piece,
+        which the layers that follow take like any other numbers."""
+        asked = self._history.ask(layer, q_thd)
+        asked.answer()
+        out_thd, lse_ht = nothing_seen(q_thd)
+        begin = 0
+        for piece in self._group.job.pieces:
             rows = slice(begin, begin + piece.length)
             begin += piece.length
-            if not self._group.wanted(piece):
-                out_thd[rows] = 0
-                continue
-            keys = self._with_history(piece, held, k_thd[rows], v_thd[rows])
-            self._attend_piece(layer, piece, q_thd[rows], *keys, out_thd[rows])
-        return out_thd
+            if self._group.wanted(piece):
+                own = q_thd[rows], k_thd[rows], v_thd[rows]
+                self._attend_piece(layer, piece, *own, out_thd[rows], lse_ht[:, rows])
+        asked.merge_into(out_thd, lse_ht)
+        return out_thd.to(q_thd.dtype)
 
     def _attend_piece(
         self,
@@ -167,51 +146,23 @@ class Ulysses:
         q_thd: Tensor,
         k_thd: Tensor,
         v_thd: Tensor,
-        k_positions: Positions,
         out_thd: Tensor,
+        lse_ht: Tensor,
     ) -> None:
-        """Into `out_thd`, block by block."""
+        """The chunk's rows among themselves, into `out_thd` and `lse_ht`, block by block."""
+        positions = range(piece.length)
         for rows in query_blocks(q_thd, len(k_thd)):
             with self._group.clock.timeline.phase("attention", layer=layer):
-                out_thd[rows] = self._by_uniform_heads(
-                    q_thd[rows], k_thd, v_thd, _chunk_positions(piece)[rows], k_positions
-                )
+                for queries, keys in self._split.uniform_runs(self._group.member):
+                    out_thd[rows, queries], lse_ht[queries, rows] = attention(
+                        q_thd[rows, queries],
+                        k_thd[:, keys],
+                        v_thd[:, keys],
+                        q_positions=positions[rows],
+                        k_positions=positions,
+                        scale=self._scale,
+                    )
             self._group.give_way()
-
-    def _with_history(
-        self, piece: PrefillPiece, held: list[Tensor], k_thd: Tensor, v_thd: Tensor
-    ) -> tuple[Tensor, Tensor, Positions]:
-        """Keys and values of the history, as the members sent them, before the chunk's own."""
-        if not piece.history:
-            return k_thd, v_thd, _chunk_positions(piece)
-        spans = [s for m in range(self._group.size) for s in self._group.history_of(piece, m)]
-        spans.append(Span(start=piece.start, stop=piece.start + piece.length))
-        k = torch.cat([part[:, 0] for part in held] + [k_thd])
-        v = torch.cat([part[:, 1] for part in held] + [v_thd])
-        return k, v, span_positions(spans).to(k.device)
-
-    def _by_uniform_heads(
-        self,
-        q_thd: Tensor,
-        k_thd: Tensor,
-        v_thd: Tensor,
-        q_positions: Positions,
-        k_positions: Positions,
-    ) -> Tensor:
-        if not q_thd.shape[1]:
-            return q_thd.float()
-        outs = [
-            attention(
-                q_thd[:, queries],
-                k_thd[:, keys],
-                v_thd[:, keys],
-                q_positions=q_positions,
-                k_positions=k_positions,
-                scale=self._scale,
-            )[0]
-            for queries, keys in self._split.uniform_runs(self._group.member)
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _second_exchange(self, out_thd: Tensor, q_thd: Tensor) -> Tensor:
         """Own rows of all heads, from all rows of own heads."""
@@ -227,7 +178,3 @@ class Ulysses:
         with group.clock.communicating():
             group.mesh.exchange(sends, recvs, Tag.SECOND_EXCHANGE).wait()
         return torch.cat(parts, dim=1)
-
-
-def _chunk_positions(piece: PrefillPiece) -> range:
-    return range(piece.start, piece.start + piece.length)

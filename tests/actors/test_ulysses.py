@@ -230,7 +230,8 @@ def test_an_even_split_sends_what_the_formula_says(members: int) -> None:
 @settings(max_examples=examples(10), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
-    """From i to j: q, k, v of i's rows and i's history in j's heads; o of j's rows in i's."""
+    """From i to j: q, k, v of i's rows in j's heads; o of j's rows in i's. Of pieces whose history
+    is j's, q of all rows in i's heads; of those whose history is i's, o and LSE in j's."""
     _, sent = ulysses(case)
     group = case.heads // case.kv_heads
     for i, sender in enumerate(case.order):
@@ -240,12 +241,18 @@ def test_nothing_is_sent_that_the_receiver_does_not_own(case: Case) -> None:
             theirs = even_share(case.heads, case.members, j)
             theirs_kv = len({head // group for head in theirs})
             rows = [case.bounds[m + 1] - case.bounds[m] for m in range(case.members)]
-            history = sum(
-                share.span.length
-                for piece in case.pieces
-                for share in piece.history
-                if share.instance == sender and piece.rid not in case.withdrawn
+            asked, answered = (
+                sum(
+                    piece.length
+                    for piece in case.pieces
+                    if any(share.instance == holder for share in piece.history)
+                    and piece.rid not in case.withdrawn
+                )
+                for holder in (receiver, sender)
             )
-            vectors = rows[i] * (len(theirs) + 2 * theirs_kv) + history * 2 * theirs_kv
-            vectors += rows[j] * len(even_share(case.heads, case.members, i))
-            assert sent[sender][receiver] == vectors * HEAD_DIM * 8
+            mine = len(even_share(case.heads, case.members, i))
+            vectors = rows[i] * (len(theirs) + 2 * theirs_kv) + asked * mine
+            vectors += answered * len(theirs)
+            vectors += rows[j] * mine
+            numbers = vectors * HEAD_DIM + answered * len(theirs)
+            assert sent[sender][receiver] == numbers * 8

@@ -1,0 +1,314 @@
+"""History is a merge: attention over the KV of earlier chunks, wherever in the group it lies.
+
+    queries that each member owns --> the ranks that hold history of their pieces
+    attention there, without a mask: history precedes every row
+    (out, LSE) <-- merged into what the strategy has computed of the chunk itself
+
+So history may be cut and placed in any way, and strategies know nothing of it but the point in a
+layer where every member asks: with own rows of all heads, or with all rows of own heads, whatever
+it has there (CP Alg. 3). Where the history is far shorter than the chunk, keys and values would be
+fewer bytes than queries and outputs (CP Alg. 1); nobody chooses that here.
+
+Shape suffixes: n query rows, s tokens of history, h query heads, g KV heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.mesh import Tag
+from csps.actors.strategies.group import SpGroup, uniform_heads
+from csps.actors.strategies.query_blocks import query_blocks
+from csps.actors.transfers import Label, Transfers
+from csps.kernels.attention import attention
+from csps.kernels.merge import merge_into
+from csps.protocols.messages import PrefillPiece
+
+Messages = Sequence[tuple[int, Tensor]]
+"""(peer, tensor)."""
+Wait = Callable[[], None]
+Begin = Callable[[Messages, Messages, Tag, Label], Wait]
+"""Begins an exchange of (sends, recvs); what it returns blocks until both are done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistoryMember:
+    """One rank of the group: what it asks with, and what it holds. All members know all of them.
+    Heads are numbered over what the group's ranks have together."""
+
+    rank: int
+    instance: int
+    rows: range
+    """Of the batch, those whose queries it has."""
+    heads: range
+    """Query heads that it has them of."""
+    held: range
+    """KV heads in its pool."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Query rows of one member that one holder attends to its history of one piece with."""
+
+    piece: int
+    rows: range
+    """Of the batch."""
+    heads: range
+
+
+class History:
+    """The history of one job's pieces, as one member sees it.
+
+    Args:
+        members: ranks of the group; an instance's KV heads are answered for by those of its ranks
+            that are among them.
+        group_heads: query heads of a KV head.
+        begin: how the strategy exchanges.
+    """
+
+    def __init__(
+        self,
+        group: SpGroup,
+        pool: KvPool,
+        members: Sequence[HistoryMember],
+        *,
+        group_heads: int,
+        scale: float,
+        begin: Begin,
+    ) -> None:
+        self.group, self.pool = group, pool
+        self.group_heads, self.scale = group_heads, scale
+        self.begin = begin
+        self.own = next(it for it in members if it.rank == group.mesh.rank)
+        self._members = tuple(members)
+        self.asked_of = self._routes((self.own, holder) for holder in members)
+        """By holder, what this member asks of it."""
+        self.asked_by = self._routes((asker, self.own) for asker in members)
+        """By asker, what it asks here."""
+
+    def ask(self, layer: int, q_nhd: Tensor) -> Asked:
+        """Queries of own rows and heads, on their way to the holders. All members ask at the same
+        point of a layer, those without queries too.
+
+        Args:
+            q_nhd: `rows` and `heads` of this member.
+        """
+        return Asked(self, layer, q_nhd)
+
+    def wanted(
+        self, questions: Mapping[int, Sequence[_Question]]
+    ) -> dict[int, tuple[_Question, ...]]:
+        """Without pieces that were withdrawn, which all members know at the same layer."""
+        pieces = self.group.job.pieces
+        kept = {
+            rank: tuple(it for it in asked if self.group.wanted(pieces[it.piece]))
+            for rank, asked in questions.items()
+        }
+        return {rank: asked for rank, asked in kept.items() if asked}
+
+    def keys(self, layer: int, piece: PrefillPiece) -> tuple[Tensor, Tensor]:
+        """k and v of this member's history of a piece, (s, g, d)."""
+        spans = self.group.history_of(piece, self.group.member)
+        runs = [run for span in spans for run in self.pool.view(layer, piece.rid, span)]
+        if len(runs) == 1:
+            return runs[0].k_thd, runs[0].v_thd
+        return torch.cat([run.k_thd for run in runs]), torch.cat([run.v_thd for run in runs])
+
+    def _routes(
+        self, pairs: Iterator[tuple[HistoryMember, HistoryMember]]
+    ) -> dict[int, tuple[_Question, ...]]:
+        """By the one of each (asker, holder) that is not this member, or by itself."""
+        routes: dict[int, tuple[_Question, ...]] = {}
+        for asker, holder in pairs:
+            other = holder if asker is self.own else asker
+            routes[other.rank] = tuple(self._questions(asker, holder))
+        return routes
+
+    def _questions(self, asker: HistoryMember, holder: HistoryMember) -> Iterator[_Question]:
+        heads = self._heads(asker, holder)
+        if not heads:
+            return
+        ends = accumulate(piece.length for piece in self.group.job.pieces)
+        for index, (piece, end) in enumerate(zip(self.group.job.pieces, ends, strict=True)):
+            first = max(asker.rows.start, end - piece.length)
+            rows = range(first, min(asker.rows.stop, end))
+            if rows and any(it.instance == holder.instance for it in piece.history):
+                yield _Question(index, rows, heads)
+
+    def _heads(self, asker: HistoryMember, holder: HistoryMember) -> range:
+        """Of the asker's query heads those that the holder answers for: neighbours, as ranks hold
+        disjoint ranges of KV heads or, where there are fewer of them than ranks, a single one."""
+        answered = [head for head in asker.heads if self._holder(asker, holder, head) is holder]
+        return range(answered[0], answered[-1] + 1) if answered else range(0)
+
+    def _holder(
+        self, asker: HistoryMember, holder: HistoryMember, head: int
+    ) -> HistoryMember | None:
+        """Who of the holder's instance answers for a query head: the asker if it can."""
+        able = [
+            it
+            for it in self._members
+            if it.instance == holder.instance and head // self.group_heads in it.held
+        ]
+        return asker if asker in able else next(iter(able), None)
+
+
+class Asked:
+    """One layer's questions under way."""
+
+    def __init__(self, history: History, layer: int, q_nhd: Tensor) -> None:
+        self._history, self._layer, self._q_nhd = history, layer, q_nhd
+        self._asked_of = history.wanted(history.asked_of)
+        self._asked_by = history.wanted(history.asked_by)
+        self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self._answers: dict[int, Tensor] = {}
+        self._foreign = {
+            rank: q_nhd.new_empty(sum(prod(self._shape(it)) for it in asked))
+            for rank, asked in self._asked_by.items()
+            if rank != history.own.rank
+        }
+        self._wait = self._begin(
+            [(rank, self._packed(asked)) for rank, asked in self._others(self._asked_of)],
+            list(self._foreign.items()),
+            Tag.HISTORY,
+        )
+
+    def answer(self) -> None:
+        """Attend own queries, and those of others once they are here, to the history held here,
+        with urgent jobs in between; let the answers travel."""
+        own = self._history.own.rank
+        if own in self._asked_of:
+            queries = [self._own_queries(it) for it in self._asked_of[own]]
+            self._answers[own] = self._attended(self._asked_of[own], queries)
+        self._wait()
+        replies = [
+            (rank, self._attended(asked, self._views(asked, self._foreign.pop(rank))))
+            for rank, asked in self._others(self._asked_by)
+        ]
+        self._keys.clear()
+        arriving = {
+            rank: self._room(asked, self._q_nhd) for rank, asked in self._others(self._asked_of)
+        }
+        self._answers |= arriving
+        self._wait = self._begin(replies, list(arriving.items()), Tag.HISTORY_ANSWER)
+
+    def merge_into(self, out_nhd: Tensor, lse_hn: Tensor) -> None:
+        """Merge all answers, once they are here, into a running result of own rows and heads.
+
+        Args:
+            out_nhd, lse_hn: fp32, or fp64 for fp64 inputs; overwritten.
+        """
+        self._wait()
+        own = self._history.own
+        for rank, asked in self._asked_of.items():
+            for it, part in zip(asked, self._results(asked, self._answers.pop(rank)), strict=True):
+                rows = _from(it.rows, own.rows)
+                heads = _from(it.heads, own.heads)
+                merge_into(out_nhd[rows, heads], lse_hn[heads, rows], *part)
+
+    # --- attention ---------------------------------------------------------------------------
+
+    def _attended(self, asked: Sequence[_Question], queries: Sequence[Tensor]) -> Tensor:
+        """The answers to one member, packed."""
+        payload = self._room(asked, self._q_nhd)
+        results = self._results(asked, payload)
+        for question, q_nhd, (out_nhd, lse_hn) in zip(asked, queries, results, strict=True):
+            self._attend(question, q_nhd, out_nhd, lse_hn)
+        return payload
+
+    def _attend(self, question: _Question, q_nhd: Tensor, out_nhd: Tensor, lse_hn: Tensor) -> None:
+        group, history = self._history.group, self._history
+        if question.piece not in self._keys:
+            piece = group.job.pieces[question.piece]
+            self._keys[question.piece] = history.keys(self._layer, piece)
+        k_sgd, v_sgd = self._keys[question.piece]
+        for rows in query_blocks(q_nhd, len(k_sgd)):
+            with group.clock.timeline.phase("attention", layer=self._layer):
+                for queries, keys in uniform_heads(question.heads, history.group_heads):
+                    heads, held = _from(queries, question.heads), _from(keys, history.own.held)
+                    out_nhd[rows, heads], lse_hn[heads, rows] = attention(
+                        q_nhd[rows, heads],
+                        k_sgd[:, held],
+                        v_sgd[:, held],
+                        q_positions=None,
+                        k_positions=None,
+                        scale=history.scale,
+                    )
+            group.give_way()
+
+    # --- messages ----------------------------------------------------------------------------
+
+    def _begin(self, sends: Messages, recvs: Messages, tag: Tag) -> Wait:
+        if not sends and not recvs:
+            return _nothing
+        label = Label(phase="history exchange", layer=self._layer)
+        return self._history.begin(sends, recvs, tag, label)
+
+    def _others(
+        self, asked: Mapping[int, tuple[_Question, ...]]
+    ) -> Iterator[tuple[int, tuple[_Question, ...]]]:
+        return ((rank, it) for rank, it in asked.items() if rank != self._history.own.rank)
+
+    def _own_queries(self, question: _Question) -> Tensor:
+        own = self._history.own
+        return self._q_nhd[_from(question.rows, own.rows), _from(question.heads, own.heads)]
+
+    def _packed(self, asked: Sequence[_Question]) -> Tensor:
+        return torch.cat([self._own_queries(it).reshape(-1) for it in asked])
+
+    def _shape(self, question: _Question) -> tuple[int, int, int]:
+        return len(question.rows), len(question.heads), self._history.pool.head_dim
+
+    def _views(self, asked: Sequence[_Question], payload: Tensor) -> list[Tensor]:
+        """The queries (n, h, d) of each question."""
+        shapes = [self._shape(it) for it in asked]
+        parts = torch.split(payload, [prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _room(self, asked: Sequence[_Question], like: Tensor) -> Tensor:
+        """For answers: all outputs, and then all LSEs."""
+        dim = self._history.pool.head_dim
+        rows = sum(len(it.rows) * len(it.heads) for it in asked)
+        return like.new_empty(
+            rows * (dim + 1), dtype=torch.promote_types(like.dtype, torch.float32)
+        )
+
+    def _results(self, asked: Sequence[_Question], payload: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(out (n, h, d), lse (h, n)) of each question."""
+        dim = self._history.pool.head_dim
+        lse_numbers = len(payload) // (dim + 1)
+        outs, lses = torch.split(payload, [lse_numbers * dim, lse_numbers])
+        rows = [len(it.rows) * len(it.heads) for it in asked]
+        lse_views = zip(asked, torch.split(lses, rows), strict=True)
+        return list(
+            zip(
+                self._views(asked, outs),
+                [lse.view(len(it.heads), len(it.rows)) for it, lse in lse_views],
+                strict=True,
+            )
+        )
+
+
+def through(transfers: Transfers) -> Begin:
+    """Exchanges that go on beside computing."""
+
+    def begin(sends: Messages, recvs: Messages, tag: Tag, label: Label) -> Wait:
+        transfer = transfers.start(sends, recvs, tag, label)
+        return lambda: transfers.wait(transfer)
+
+    return begin
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
+
+
+def _from(inner: range, outer: range) -> slice:
+    return slice(inner.start - outer.start, inner.stop - outer.start)
