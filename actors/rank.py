@@ -8,7 +8,6 @@ rank in production, a test or a script starts one with `python -m csps.actors.ra
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import threading
@@ -28,10 +27,12 @@ from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.layout import GangLayout
 from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
+from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
 from csps.actors.strategies.choice import check_job
-from csps.models.loading import load_network
+from csps.models.checkpoint import open_checkpoint
+from csps.models.loading import read_network
 from csps.protocols import schema
 from csps.protocols.errors import (
     Cancelled,
@@ -161,14 +162,22 @@ class Rank:
     def _build_engine(self, mesh: Mesh, instance: InstanceGroup) -> Engine:
         config = self.config
         dtype = getattr(torch, config.dtype)
-        network = load_network(
-            Path(config.model_dir),
-            tp_rank=self._layout.tp_rank_of(config.rank),
-            tp_size=config.tp,
-            dtype=dtype,
-            device=config.device,
-            all_reduce=instance.all_reduce if config.tp > 1 else None,
-        )
+        with open_checkpoint(Path(config.model_dir)) as checkpoint:
+            network = read_network(
+                checkpoint,
+                tp_rank=instance.rank,
+                tp_size=config.tp,
+                dtype=dtype,
+                device=config.device,
+                all_reduce=instance.all_reduce if config.tp > 1 else None,
+            )
+            self._fingerprint = model_fingerprint(
+                checkpoint,
+                instance,
+                dtype=config.dtype,
+                device=config.device,
+                threads=config.threads,
+            )
         spec = network.spec
         pool = KvPool(
             layers=spec.layers,
@@ -377,7 +386,7 @@ class Rank:
             kv_bytes_per_token=token_bytes,
             layers=spec.layers,
             model=config.model_dir,
-            model_fingerprint=fingerprint(Path(config.model_dir), config.dtype),
+            model_fingerprint=self._fingerprint,
             max_positions=min(config.max_positions or spec.max_positions, spec.max_positions),
             store_host=address.host,
             store_port=address.port,
@@ -465,10 +474,3 @@ class Rank:
     def _tell_router(self, method: str, message: Any) -> None:
         if self._router is not None and not self._router.closed.done():
             self._router.notify(method, schema.pack(message))
-
-
-def fingerprint(model_dir: Path, dtype: str) -> str:
-    """Digest of what two gangs must share to exchange KV."""
-    digest = hashlib.blake2b((model_dir / "config.json").read_bytes(), digest_size=8)
-    digest.update(dtype.encode())
-    return digest.hexdigest()

@@ -3,6 +3,7 @@
 Pickled checkpoints (`*.bin`, `*.pt`) are not read: unpickling runs whatever the file says.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
 from csps.models.json_file import read_json
 from csps.models.parameters import Block, Place
+from csps.models.tensor_checksum import tensor_checksum
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -55,6 +57,17 @@ class Checkpoint:
             for block in place
         )
 
+    def checksum(self, tensor: str) -> int:
+        """63 bits that stand for a stored tensor: name, type, shape and every byte.
+
+        Raises:
+            MissingTensorError: the checkpoint has no such tensor.
+        """
+        stored: Tensor = self._file(tensor).get_tensor(tensor)
+        what = (tensor, str(stored.dtype), tuple(stored.shape), tensor_checksum(stored))
+        digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
     def _read_block(self, block: Block) -> Tensor:
         stored = self._slice(block)
         rows = slice(block.rows.start, block.rows.stop)
@@ -65,9 +78,7 @@ class Checkpoint:
         return part
 
     def _slice(self, block: Block) -> Any:
-        if block.tensor not in self.files:
-            raise MissingTensorError(f"{self.model_dir}: the weights have no {block.tensor}")
-        stored = self.files[block.tensor].get_slice(block.tensor)
+        stored = self._file(block.tensor).get_slice(block.tensor)
         shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if shape != block.shape:
             raise CheckpointError(
@@ -80,6 +91,11 @@ class Checkpoint:
                 f"supported: {', '.join(_FLOATS)}"
             )
         return stored
+
+    def _file(self, tensor: str) -> Any:
+        if tensor not in self.files:
+            raise MissingTensorError(f"{self.model_dir}: the weights have no {tensor}")
+        return self.files[tensor]
 
 
 @contextmanager

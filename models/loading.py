@@ -1,11 +1,12 @@
 """From a model directory to a network that can compute."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from csps.models.checkpoint import open_checkpoint
+from csps.models.checkpoint import Checkpoint, open_checkpoint
 from csps.models.families import glm, internlm2, llama
 from csps.models.network import AllReduce, Network
 from csps.models.parameters import ModelParameters, Place
@@ -43,15 +44,50 @@ def load_network(
         MissingTensorError: a tensor that the architecture needs is not there.
         CheckpointError: anything else that is wrong with the directory.
     """
+    with open_checkpoint(model_dir) as checkpoint:
+        return read_network(
+            checkpoint,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            dtype=dtype,
+            device=device,
+            all_reduce=all_reduce,
+        )
+
+
+def read_network(
+    checkpoint: Checkpoint,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    all_reduce: AllReduce | None = None,
+) -> Network:
+    """`load_network` from a checkpoint that is open already."""
     if tp_size > 1 and all_reduce is None:
         raise ValueError("tensor parallelism needs an all_reduce")
-    spec = read_spec(model_dir)
+    spec = read_spec(checkpoint.model_dir)
     share = share_of(spec, tp_rank, tp_size)
-    with open_checkpoint(model_dir) as checkpoint:
-        parameters = _PLACES[spec.family](spec, share).map(
-            lambda place: checkpoint.read(place, dtype, device)
-        )
+    parameters = _PLACES[spec.family](spec, share).map(
+        lambda place: checkpoint.read(place, dtype, device)
+    )
     return Network.of(spec, share, parameters, all_reduce if tp_size > 1 else None)
+
+
+def weights_checksum(
+    checkpoint: Checkpoint, *, part: int = 0, parts: int = 1, threads: int = 1
+) -> int:
+    """63 bits that stand for all weights that a network is loaded from, as they are stored.
+
+    Of whole stored tensors, so that it does not depend on how a network is cut. The ranks of an
+    instance share the work: the sum of all parts, modulo 2**63, is the whole's checksum.
+    """
+    spec = read_spec(checkpoint.model_dir)
+    places = _PLACES[spec.family](spec, share_of(spec, 0, 1))
+    names = sorted({block.tensor for place in places for block in place})[part::parts]
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(checkpoint.checksum, names)) % 2**63
 
 
 def count_parameters(model_dir: Path, *, tp_size: int = 1) -> int:

@@ -113,7 +113,8 @@ class RankDescription:
     layers: int
     model: str
     model_fingerprint: str
-    """Digest of the model's config; gangs that differ must not exchange KV."""
+    """Digest of the model's configuration, type and weights as they were loaded; gangs that differ
+    must not exchange KV."""
     max_positions: int
     store_host: str
     store_port: int

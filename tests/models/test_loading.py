@@ -1,20 +1,25 @@
 """Weights: one file or many, only the rank's share, and clear refusals."""
 
 import json
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, make_checkpoint
 
 from csps.models import checkpoint as checkpoint_module
+from csps.models.checkpoint import open_checkpoint
 from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
-from csps.models.loading import count_parameters, load_network
+from csps.models.loading import count_parameters, load_network, weights_checksum
 from csps.models.spec import read_spec, share_of
+from csps.models.tensor_checksum import tensor_checksum
 
 
 class CountingFile:
@@ -202,3 +207,50 @@ def test_counting_parameters_finds_what_loading_would(tmp_path: Path, tp_size: i
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(MissingTensorError, match=r"no model\.layers\.1\.self_attn\.k_proj\.weight"):
         count_parameters(tmp_path, tp_size=tp_size)
+
+
+# --- checksums of what is loaded -----------------------------------------------------------
+
+
+def checksum(model_dir: Path, **options: int) -> int:
+    with open_checkpoint(model_dir) as checkpoint:
+        return weights_checksum(checkpoint, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checksum_of_weights_does_not_depend_on_who_takes_it(tmp_path: Path, family: str) -> None:
+    """Nor on files: the same tensors in several have the same one."""
+    whole = make_checkpoint(tmp_path / "one", family)
+    expected = checksum(whole)
+    assert checksum(make_checkpoint(tmp_path / "again", family), threads=3) == expected
+    for parts in (2, 3, 7):
+        shares = [checksum(whole, part=part, parts=parts) for part in range(parts)]
+        assert sum(shares) % 2**63 == expected
+    if family != "internlm2":
+        assert checksum(make_checkpoint(tmp_path / "many", family, shard_size="20KB")) == expected
+
+
+def test_every_weight_that_is_loaded_counts_and_no_other(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, tie_word_embeddings=True)
+    path = model / "model.safetensors"
+    expected, stored = checksum(model), load_file(path)
+    for name, tensor in stored.items():
+        changed = tensor.clone()
+        changed.view(-1)[-1] += 1e-3
+        save_file(stored | {name: changed}, path)
+        assert checksum(model) != expected, name
+    save_file(stored | {"lm_head.weight": torch.ones(3)}, path)
+    assert checksum(model) == expected
+    save_file({name: it.to(torch.bfloat16) for name, it in stored.items()}, path)
+    assert checksum(model) != expected
+
+
+@given(
+    stored=st.binary(min_size=16, max_size=64).filter(lambda it: len(it) % 16 == 0),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+)
+def test_a_tensor_s_checksum_is_that_of_its_bytes(stored: bytes, dtype: torch.dtype) -> None:
+    tensor = torch.frombuffer(bytearray(stored), dtype=dtype)
+    assert tensor_checksum(tensor) == zlib.crc32(stored)
+    assert tensor_checksum(tensor.view(2, -1).t().contiguous().t()) == zlib.crc32(stored)
+    assert tensor_checksum(tensor, zlib.crc32(b"before")) == zlib.crc32(b"before" + stored)
