@@ -75,11 +75,15 @@ class SentRequest:
 
 
 class RandomCell:
-    """One pair of gangs at a time, whose ranks do everything that they may do, in any order."""
+    """One pair of gangs at a time, or one elastic gang, whose ranks do everything that they may do,
+    in any order."""
 
-    def __init__(self, scheduler: Scheduler, seed: int, *, faults: float = 0.1) -> None:
+    def __init__(
+        self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
+    ) -> None:
         self.random = random.Random(seed)
         self.scheduler, self.faults = scheduler, faults
+        self._wanted = 1 if elastic else 2
         self.now_ns = 0
         self.turns = 0
         self.wake_at_ns: int | None = None
@@ -97,6 +101,7 @@ class RandomCell:
             cmd.Reserve: self._reserve,
             cmd.RunStep: self._run_step,
             cmd.SetGroup: self._set_group,
+            cmd.Ride: self._ride,
             cmd.Cancel: self._cancel,
             cmd.Restart: self._restart,
             cmd.Refuse: self._refuse,
@@ -186,28 +191,32 @@ class RandomCell:
         )
 
     def _progress_only(self) -> None:
-        if not self.gangs or (len(self.gangs) < 2 and self.random.random() < 0.5):
+        missing = len(self.gangs) < self._wanted
+        if not self.gangs or (missing and self.random.random() < 0.5):
             self._bring_up()
             return
         choices = [self._attach]
         choices += [self._step_done] * 4 * bool(self.steps)
         choices += [self._land, self._draw, self._free, self._finish, self._hear]
+        choices += [self._prompt_computed] * 4 * (self._some("riding") is not None)
         self.random.choice(choices)()
 
     def _bring_up(self) -> None:
         self._gang_number += 1
         has = {it.may_prefill for it in self.gangs.values()}
+        elastic = self._wanted == 1
         prefill = True not in has
-        sizes = [800, 1200, 4000] if prefill else [500, 5000]
+        sizes = [800, 1200, 4000] if prefill and not elastic else [500, 5000]
         slots = [self.random.choice(sizes) for _ in range(self.random.randint(1, 4))]
-        up = gang_up(self._gang_number, slots, prefill=prefill, decode=not prefill)
+        decode = elastic or not prefill
+        up = gang_up(self._gang_number, slots, prefill=prefill, decode=decode)
         self.gangs[up.gang] = up
         self._pending.append(up)
 
     def _attach(self) -> None:
-        if len(self.gangs) < 2:
+        if len(self.gangs) < self._wanted:
             self._bring_up()
-        elif not self.linked:
+        elif not self.linked and self._wanted == 2:
             self.linked = True
             self._pending.append(ev.LinkUp(prefill=self._gang(True), decode=self._gang(False)))
 
@@ -251,6 +260,11 @@ class RandomCell:
         if request.drawn == request.output:
             self._finished(number)
 
+    def _prompt_computed(self) -> None:
+        """Of a rider."""
+        if (number := self._some("riding")) is not None:
+            self._first_token(number)
+
     def _finished(self, number: int) -> None:
         sequence = self.sequences[number]
         sequence.silent = True
@@ -266,7 +280,8 @@ class RandomCell:
         for number, it in self.sequences.items():
             fits = {
                 "landing": bool(it.unlanded) and not it.silent,
-                "decoding": it.joined and not it.silent,
+                "decoding": it.joined and it.first_token and not it.silent,
+                "riding": it.joined and not it.first_token and not it.silent,
                 "freeing": it.freeing and bool(it.unfreed),
                 "working": not it.silent,
             }
@@ -384,7 +399,9 @@ class RandomCell:
         assert self.gangs[gang].may_decode
         request.sequence = command.sequence
         self.sequences[command.sequence] = SentSequence(
-            reserve=command, unlanded=list(command.shares), unfreed=list(_slots(command))
+            reserve=command,
+            unlanded=[] if command.rides else list(command.shares),
+            unfreed=list(_slots(command)),
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
@@ -407,6 +424,15 @@ class RandomCell:
             assert not sequence.unlanded, "joined before its KV"
             assert not sequence.joined, "joined twice"
             sequence.joined = True
+
+    def _ride(self, command: cmd.Ride) -> None:
+        assert command.gang in self.gangs, "rides on a dead gang"
+        assert command.budget > 0
+        sequence = self.sequences[command.sequence]
+        assert sequence.reserve.rides, "rides without its prompt"
+        assert gang_of(sequence.reserve.master) == command.gang
+        assert not sequence.joined, "joined twice"
+        sequence.joined = True
 
     def _cancel(self, command: cmd.Cancel) -> None:
         sequence = self.sequences[command.sequence]

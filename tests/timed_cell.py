@@ -26,6 +26,7 @@ class Watched:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.name, self.digest = policy.name, policy.digest
+        self.whole_prompts = policy.whole_prompts
         self.blocked: dict[int, int] = {}
         """When a request was first found to be blocked."""
         self.started: dict[int, int] = {}

@@ -36,7 +36,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
-    """Set KV slots aside on decode instances and expect a sequence's KV there."""
+    """Set KV slots aside on decode instances and expect a sequence's KV there, or a rider."""
 
     request: RequestId
     sequence: SequenceId
@@ -50,6 +50,8 @@ class Reserve(Command, frozen=True, tag="reserve"):
     """Draws the tokens and keeps their KV."""
     deadline_ns: int
     """For the instances to say yes."""
+    rides: bool = False
+    """A `Ride` follows: the master's ranks get the prompt's tokens, because no step computes it."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
@@ -75,6 +77,16 @@ class SetGroup(Command, frozen=True, tag="set_group"):
 
     gang: GangId
     joined: tuple[SequenceId, ...]
+
+
+class Ride(Command, frozen=True, tag="ride"):
+    """Let a sequence join the stream of a gang with nothing computed: iterations compute its prompt
+    beside the rows that decode (`protocols.iteration`), and draw its tokens."""
+
+    gang: GangId
+    sequence: SequenceId
+    budget: int
+    """Tokens that an iteration of the stream may compute from now on."""
 
 
 class Cancel(Command, frozen=True, tag="cancel"):
@@ -114,4 +126,4 @@ class ResetGang(Command, frozen=True, tag="reset_gang"):
     reason: str
 
 
-AnyCommand = Reserve | RunStep | SetGroup | Cancel | Restart | Refuse | Fail | ResetGang
+AnyCommand = Reserve | RunStep | SetGroup | Ride | Cancel | Restart | Refuse | Fail | ResetGang

@@ -60,6 +60,15 @@ class StartPlan(Part, frozen=True, kw_only=True):
     """Of each request that has a piece in a step."""
 
 
+class Ride(Part, frozen=True, kw_only=True):
+    """Start this request in the stream of a gang that decodes: iterations compute its prompt, in
+    pieces, where its tokens will be drawn."""
+
+    placement: DecodePlacement
+    budget: int
+    """Tokens that an iteration of the gang's stream may compute."""
+
+
 class Blocked(Part, frozen=True, kw_only=True):
     """There are not slots enough for a request whose turn it is. Whoever passes it from now on
     must have ended within the bound of overtaking."""
@@ -73,7 +82,7 @@ class WakeAt(Part, frozen=True, kw_only=True):
     at_ns: int
 
 
-Decision = StartPlan | Blocked | WakeAt
+Decision = StartPlan | Ride | Blocked | WakeAt
 
 
 class Trial(Protocol):
@@ -110,6 +119,11 @@ class Policy(Protocol):
 
         Asked whenever something has changed. All plans together must fit into the free slots.
         """
+        ...
+
+    @property
+    def whole_prompts(self) -> bool:
+        """A prompt is computed at once: what sparse attention needs."""
         ...
 
     def trial(self, pair: PairView) -> Trial:

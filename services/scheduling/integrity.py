@@ -41,6 +41,9 @@ def _check_sequences(gangs: Gangs, requests: Requests, sequences: Sequences) -> 
     for sequence in everyone:
         assert sequence.unfreed or not sequence.over, "over and free, but kept"
         assert bool(sequence.unfreed) == (sequence.id in sequences.ledger), "slots of nobody"
+        if sequence.rides:
+            assert not sequence.unlanded, "a rider whose KV is sent"
+            assert not sequence.computing, "a rider that a step computes"
         if not sequence.over:
             assert sequence.request.sequence is sequence, "works for a request that has another"
             assert sequence.request.id in requests.live, "works for a request that is over"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, StartPlan
+from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, Ride, StartPlan
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.requests import Requests
@@ -19,8 +19,8 @@ class PlanChecks:
         self._slots: dict[InstanceId, int] = {}
         self._started: dict[RequestId, None] = {}
 
-    def check(self, plans: Iterable[StartPlan]) -> None:
-        """Assert that the plans are whole and that their slots are free."""
+    def check(self, plans: Iterable[StartPlan], rides: Iterable[Ride] = ()) -> None:
+        """Assert that all of them are whole and that their slots are free."""
         for plan in plans:
             pair = self.pair(plan)
             for step in plan.steps:
@@ -29,6 +29,8 @@ class PlanChecks:
             assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
             for placement in plan.decode:
                 self._check_placement(placement, lengths, pair.decode.id)
+        for ride in rides:
+            self._check_ride(ride)
         for instance, count in self._slots.items():
             it = self._gangs.instances[instance]
             assert count <= it.capacity - it.used, f"{count} slots of {it.free_slots} on {instance}"
@@ -56,6 +58,13 @@ class PlanChecks:
             assert start < stop, "an empty part"
             self._take(instance, stop - start, gang)
             start = stop
+
+    def _check_ride(self, ride: Ride) -> None:
+        gang = gang_of(ride.placement.master)
+        assert any(gang == pair.decode.id for pair in self._gangs.pairs), "a ride on no pair"
+        assert ride.budget > 0, "a ride that never moves"
+        request = self._waiting(ride.placement.request)
+        self._check_placement(ride.placement, {request.id: request.prompt_tokens}, gang)
 
     def _take(self, instance: InstanceId, slots: int, gang: GangId) -> None:
         assert gang_of(instance) == gang, "an instance of another gang"

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from itertools import pairwise
 
+from csps.services.scheduling import commands
 from csps.services.scheduling.commands import Piece, Reserve, RunStep, Share
-from csps.services.scheduling.decisions import Blocked, Decision, PlannedStep, StartPlan, WakeAt
+from csps.services.scheduling.decisions import (
+    Blocked,
+    Decision,
+    PlannedStep,
+    Ride,
+    StartPlan,
+    WakeAt,
+)
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
@@ -40,14 +48,17 @@ class Plans:
     def apply(self, decisions: Many[Decision]) -> None:
         """Carry out all decisions of a round, after all were found to be sound."""
         plans = [it for it in decisions if type(it) is StartPlan]
+        rides = [it for it in decisions if type(it) is Ride]
         checks = PlanChecks(self._gangs, self._requests)
-        checks.check(plans)
+        checks.check(plans, rides)
         blocked = [it.request for it in decisions if type(it) is Blocked]
         self._requests.note_blocked(blocked)
         wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
         self._turn.wake_ns = min(wakes, default=None)
         for plan in plans:
             self._start(plan, checks)
+        for ride in rides:
+            self._ride(ride)
 
     def _start(self, plan: StartPlan, checks: PlanChecks) -> None:
         pair = checks.pair(plan)
@@ -69,6 +80,17 @@ class Plans:
             for step in steps:
                 step.plan = tuple(steps)
 
+    def _ride(self, ride: Ride) -> None:
+        placement = ride.placement
+        request = self._requests.live[placement.request]
+        master = self._gangs.instances[placement.master]
+        sequence = self._sequences.ride(request, master.gang, placement.shares, master)
+        self._requests.take(request, sequence)
+        self._reserve(sequence)
+        self._turn.emit(
+            commands.Ride(gang=master.gang.id, sequence=sequence.id, budget=ride.budget)
+        )
+
     def _reserve(self, sequence: Sequence) -> None:
         request, limits = sequence.request, self._deadlines
         wait_ns = limits.reserve_ns + limits.reserve_token_ns * request.prompt_tokens
@@ -81,6 +103,7 @@ class Plans:
                 shares=sequence.shares,
                 master=sequence.master.id,
                 deadline_ns=self._turn.now_ns + wait_ns,
+                rides=sequence.rides,
             )
         )
 

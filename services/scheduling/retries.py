@@ -112,7 +112,7 @@ class Retries:
     def gang_lost(self, gang: Gang, reason: str) -> None:
         """Everything that needs the gang starts over elsewhere; the rest goes on."""
         needing = self._sequences.drop(gang)
-        computed = [it for it in needing if it.prefill is gang and it.joined_ns is None]
+        computed = [it for it in needing if it.prefill is gang and not it.landed]
         if len(computed) == 1:
             computed[0].request.lone_losses += 1
         error = wire_error(GangLost(f"the {gang.role} gang was lost: {reason}"))

@@ -8,6 +8,9 @@
                    │ Refuse RunStep                                    ▼
                    └──────────── Restart after a fault ◀── or Fail, when it may not be tried again
 
+A request that *rides* (`decisions.Ride`) is prefilled and decoded in one stream of iterations:
+Reserve and Ride, FirstToken when its prompt is computed, and nothing of it lands.
+
 An executor (router, simulator, test) hands over what has happened in one turn of its loop and
 carries out the commands that come back. The policy is asked once at the end of a turn, and not at
 all when nothing has changed that it decides on. Integers only, and nothing is iterated whose order
@@ -166,6 +169,11 @@ class Scheduler:
     def fit(self) -> Fit:
         """What fits the present gangs, or those that were there last."""
         return self._requests.fit
+
+    @property
+    def whole_prompts(self) -> bool:
+        """The policy has every prompt computed at once, as sparse attention needs it."""
+        return self._policy.whole_prompts
 
     @property
     def ready(self) -> bool:

@@ -33,6 +33,29 @@ class Sequences:
         self, request: Request, pair: Pair, shares: tuple[Share, ...], master: Instance
     ) -> Sequence:
         """Take the slots for a prompt's KV and for all tokens that may be drawn."""
+        unlanded = {it.instance: it.stop - it.start for it in shares}
+        return self._new(request, pair, shares, master, unlanded)
+
+    def ride(
+        self, request: Request, gang: Gang, shares: tuple[Share, ...], master: Instance
+    ) -> Sequence:
+        """The same for a sequence that joins at once; its gang owes tokens from now on."""
+        pair = Pair(prefill=gang, decode=gang)
+        sequence = self._new(request, pair, shares, master, {}, rides=True)
+        sequence.joined_ns = self._turn.now_ns
+        gang.owing[sequence.id] = self._turn.now_ns
+        return sequence
+
+    def _new(
+        self,
+        request: Request,
+        pair: Pair,
+        shares: tuple[Share, ...],
+        master: Instance,
+        unlanded: dict[InstanceId, int],
+        *,
+        rides: bool = False,
+    ) -> Sequence:
         slots = decode_slots(shares, master.id, request.output_tokens)
         sequence = Sequence(
             id=self._gangs.next_id("sequence"),
@@ -42,7 +65,8 @@ class Sequences:
             shares=shares,
             master=master,
             drawn_before=request.drawn,
-            unlanded={it.instance: it.stop - it.start for it in shares},
+            rides=rides,
+            unlanded=unlanded,
             unfreed=dict.fromkeys(slots),
         )
         self.ledger.reserve(sequence.id, slots)
@@ -52,7 +76,7 @@ class Sequences:
         return sequence
 
     def first_token(self, sequence: Sequence) -> None:
-        """Its prefill has drawn a token, which was delivered."""
+        """Its prompt is computed and has drawn a token, which was delivered."""
         sequence.first_token_ns = self._turn.now_ns
         sequence.request.draw(sequence.drawn_before + 1)
         self._join(sequence)
@@ -68,7 +92,7 @@ class Sequences:
         return None
 
     def _join(self, sequence: Sequence) -> None:
-        if sequence.landed:
+        if sequence.landed and not sequence.rides:
             self._timers.call_off(sequence.landing_timer)
             self._joining.setdefault(sequence.decode.id, []).append(sequence)
 
@@ -87,8 +111,7 @@ class Sequences:
 
     def finish(self, sequence: Sequence, drawn: int) -> None:
         """The last token was drawn. Decode frees what it decoded, not what never joined."""
-        if sequence.joined_ns is not None:
-            self._measure(sequence, drawn)
+        self._measure(sequence, drawn)
         self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
 
     def close(self, sequence: Sequence) -> None:
@@ -112,15 +135,16 @@ class Sequences:
         """An un-joined sequence may have KV on its way from the gang that prefills it."""
         if not self._gangs.lives(gang):
             return False
-        return gang is sequence.prefill or bool(sequence.unfreed)
+        on_its_way = gang is sequence.prefill and not sequence.rides
+        return on_its_way or bool(sequence.unfreed)
 
     def _measure(self, sequence: Sequence, drawn: int) -> None:
         """How long an iteration takes, smoothed over answers."""
-        assert sequence.joined_ns is not None
         tokens = drawn - sequence.drawn_before - 1
-        if tokens < 1:
+        if tokens < 1 or sequence.joined_ns is None or sequence.first_token_ns is None:
             return
-        measured_ns = (self._turn.now_ns - sequence.joined_ns) // tokens
+        since_ns = max(sequence.joined_ns, sequence.first_token_ns)
+        measured_ns = (self._turn.now_ns - since_ns) // tokens
         gang = sequence.decode
         before_ns = gang.iteration_ns or measured_ns
         gang.iteration_ns = (7 * before_ns + measured_ns) // 8

@@ -147,10 +147,13 @@ class Sequence(Live, kw_only=True, eq=False):
     master: Instance
     drawn_before: int
     """Tokens of the answer that earlier attempts have delivered."""
+    rides: bool = False
+    """Its prompt is computed in the stream in which it is decoded; `prefill` is `decode`."""
     computing: int = 0
     """Steps that are not done on all their instances."""
     unlanded: dict[InstanceId, int]
-    """Decode instances whose share has not landed: tokens of the share."""
+    """Decode instances whose share has not landed: tokens of the share. Nothing of a rider is
+    sent."""
     unfreed: dict[InstanceId, None]
     """Decode instances that hold slots, or may."""
     first_token_ns: int | None = None

@@ -9,6 +9,10 @@ from typing import Any, TypeVar
 
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.services.scheduling.decisions import Policy
+from csps.services.scheduling.policies.chunked_prefill import (
+    ChunkedPrefill,
+    ChunkedPrefillOptions,
+)
 from csps.services.scheduling.policies.csps import Csps
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
@@ -17,6 +21,7 @@ from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
 Options = TypeVar("Options")
 
 _POLICIES: dict[str, tuple[type[Any], Callable[[Any, DecodeOptions], Policy]]] = {
+    "chunked_prefill": (ChunkedPrefillOptions, ChunkedPrefill),
     "csps": (CspsOptions, Csps),
     "fixed_sp": (FixedSpOptions, FixedSp),
 }

@@ -41,6 +41,7 @@ class Csps:
     """The policy of this module's description."""
 
     name = "csps"
+    whole_prompts = True
 
     def __init__(
         self, options: CspsOptions | None = None, decode: DecodeOptions | None = None

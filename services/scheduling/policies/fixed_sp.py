@@ -47,6 +47,7 @@ class FixedSp:
     """The policy of this module's description."""
 
     name = "fixed_sp"
+    whole_prompts = True
 
     def __init__(
         self, options: FixedSpOptions | None = None, decode: DecodeOptions | None = None

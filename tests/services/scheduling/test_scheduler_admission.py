@@ -193,6 +193,10 @@ FIXED = st.fixed_dictionaries(
     {"sp": st.integers(1, 8), "steps_per_group": st.integers(1, 2), **DECODE_OPTIONS}
 ).map(lambda options: make_policy("fixed_sp", options))
 
+CHUNKED = st.fixed_dictionaries({"token_budget": st.integers(4, 40), **DECODE_OPTIONS}).map(
+    lambda options: make_policy("chunked_prefill", options)
+)
+
 
 @given(
     st.one_of(CSPS, FIXED),
@@ -219,6 +223,43 @@ def test_whatever_is_admitted_is_placed_in_an_idle_cluster(
         plan = sent(commands)
         desk.turn(*plan.joined(), plan.finished(output), *plan.freed())
     assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+@given(
+    CHUNKED,
+    SLOTS,
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=8),
+)
+@PATIENT
+def test_whoever_is_admitted_rides_in_an_idle_gang(
+    policy: object, slots: list[int], elastic: bool, requests: list[tuple[int, int]]
+) -> None:
+    """As above, on an elastic gang, and on a pair where the decode gang counts alone."""
+    desk = Desk(policy)  # type: ignore[arg-type]
+    if elastic:
+        desk.turn(gang_up(2, slots, prefill=True, decode=True, max_positions=300))
+    else:
+        small = gang_up(1, [1], prefill=True)
+        desk.turn(small, gang_up(2, slots, decode=True, max_positions=300), LINK)
+    for prompt, output in requests:
+        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        commands = desk.turn(desk.submit(prompt, output))
+        assert (refusal is None) == (
+            prompt + output <= min(300, sum(slots)) and output <= max(slots)
+        )
+        if refusal is None:
+            desk.turn(*_ridden(*only(commands, cmd.Reserve)))
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
+    holders = sorted({it.instance for it in reserve.shares} | {reserve.master})
+    return [
+        ev.FirstToken(sequence=reserve.sequence),
+        ev.Finished(sequence=reserve.sequence, drawn=reserve.output_tokens),
+        *(ev.Freed(sequence=reserve.sequence, instance=it) for it in holders),
+    ]
 
 
 @given(

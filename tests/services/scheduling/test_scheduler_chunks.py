@@ -49,6 +49,7 @@ class Scripted:
     """A policy that decides what it is told, once."""
 
     name, digest = "scripted", ""
+    whole_prompts = True
 
     def __init__(self, *decisions: Decision) -> None:
         self.decisions: Sequence[Decision] = decisions

@@ -208,6 +208,7 @@ class Counted:
     """A policy that starts nothing and counts how often it is asked."""
 
     name, digest = "counted", ""
+    whole_prompts = True
 
     def __init__(self, real: object) -> None:
         self._real, self.asked = real, 0

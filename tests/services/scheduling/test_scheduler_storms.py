@@ -10,27 +10,32 @@ from csps.services.scheduling.limits import QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
 
+SPREAD = {"spread_tokens": 700, "max_batch": 6}
+RIDING = {"token_budget": 256, **SPREAD}
 POLICIES = [
-    ("csps", {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6}),
-    ("fixed_sp", {"sp": 2, "spread_tokens": 700, "max_batch": 6}),
+    ("csps", {"spt_tokens": 500, "short_tokens": 100, **SPREAD}, "pair"),
+    ("fixed_sp", {"sp": 2, **SPREAD}, "pair"),
+    ("chunked_prefill", RIDING, "elastic"),
+    ("chunked_prefill", RIDING, "pair"),
 ]
 
 
 def storm(seed: int) -> None:
-    name, options = POLICIES[seed % len(POLICIES)]
+    name, options, gangs = POLICIES[seed % len(POLICIES)]
     scheduler = Scheduler(
         make_policy(name, options),
         Costs(CostTable(latencies=Unmeasured())),
         limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
     )
-    cell = RandomCell(scheduler, seed, faults=(0.0, 0.05, 0.3)[seed % 3])
+    faults = (0.0, 0.05, 0.3)[seed % 3]
+    cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs == "elastic")
     cell.play(requests=25, turns=120)
     counts = scheduler.counts
     assert (counts.running, counts.waiting) == (0, 0)
     assert (counts.prefill_kv, counts.decode_kv) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(240))
 def test_nothing_is_lost_in_a_storm(seed: int) -> None:
     storm(seed)
 

@@ -281,7 +281,7 @@ def test_the_shape_of_a_group_counts_instances_by_server() -> None:
     ("name", "options", "message"),
     [
         ("cpss", {}, "unknown scheduling policy 'cpss'; did you mean 'csps'?"),
-        ("zzz", {}, "unknown scheduling policy 'zzz'; allowed: csps, fixed_sp"),
+        ("zzz", {}, "unknown scheduling policy 'zzz'; allowed: chunked_prefill, csps, fixed_sp"),
         ("csps", {"spt_token": 5}, "has no option 'spt_token'; did you mean 'spt_tokens'?"),
         ("csps", {"sp": 5}, "policy csps has no option 'sp'"),
         ("fixed_sp", {"short_tokens": 5}, "policy fixed_sp has no option 'short_tokens'"),

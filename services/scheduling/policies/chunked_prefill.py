@@ -1,0 +1,96 @@
+"""Prompts in pieces beside the tokens that are drawn: Sarathi-Serve's chunked prefill.
+
+A request *rides*: it joins the stream of the gang that will decode it with nothing computed. Every
+iteration computes one token of each row that decodes and, with what that leaves of a budget of
+tokens, pieces of prompts, the oldest first (`protocols.iteration.fill`). No prefill stands between
+two tokens of an answer, however long its prompt.
+
+**Nobody starves.** Requests start strictly first come, first served, as soon as there are slots for
+prompt and answer, at most `max_batch` at a time. The budget is at least as large, so the oldest
+prompt of a stream gets a token or more of every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.decisions import Blocked, Decision, DecodePlacement, Ride, Trial
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
+from csps.services.scheduling.policies.option_checks import check_least
+from csps.services.scheduling.state import Line
+from csps.services.scheduling.view import PairView, RequestView, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedPrefillOptions:
+    """What an iteration is filled with."""
+
+    token_budget: int = 512
+    """Tokens that an iteration of a gang computes, those that are drawn included. A smaller one
+    makes iterations shorter and prompts slower."""
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "token_budget")
+
+
+class ChunkedPrefill:
+    """The policy of this module's description."""
+
+    name = "chunked_prefill"
+    whole_prompts = False
+
+    def __init__(
+        self, options: ChunkedPrefillOptions | None = None, decode: DecodeOptions | None = None
+    ) -> None:
+        self.options = options or ChunkedPrefillOptions()
+        self.decode_options = decode or DecodeOptions()
+        budget, batch = self.options.token_budget, self.decode_options.max_batch
+        if budget < batch:
+            raise ConfigError(
+                f"option token_budget must be at least max_batch, {batch}, not {budget}: rows that "
+                "decode would use it up, and prompts wait for ever"
+            )
+
+    @property
+    def digest(self) -> str:
+        """The options themselves."""
+        return f"{self.options} {self.decode_options}"
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        """Nobody is urgent."""
+        return "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """Start the oldest requests until one finds no room."""
+        gangs = [DecodeOverlay(pair.decode, self.decode_options) for pair in view.pairs]
+        decisions: list[Decision] = []
+        for request in view.waiting("long"):
+            ride = next((it for gang in gangs if (it := self._ride(request, gang))), None)
+            if ride is None:
+                decisions.append(Blocked(request=request.id))
+                break
+            decisions.append(ride)
+        return decisions
+
+    def _ride(self, request: RequestView, gang: DecodeOverlay) -> Ride | None:
+        placed = gang.place(request.prompt_tokens, request.output_tokens)
+        if placed is None:
+            return None
+        gang.take(placed, request.output_tokens)
+        placement = DecodePlacement(request.id, placed.shares, placed.master)
+        return Ride(placement=placement, budget=self.options.token_budget)
+
+    def trial(self, pair: PairView) -> Trial:
+        """On an idle gang."""
+        return _Trial(DecodeOverlay(pair.decode, self.decode_options))
+
+
+class _Trial:
+    def __init__(self, gang: DecodeOverlay) -> None:
+        self._gang = gang
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """With all slots of the gang that decodes."""
+        return self._gang.has_room(prompt_tokens, output_tokens)
