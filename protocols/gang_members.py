@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-GangRole = Literal["prefill", "decode"]
-"""What a gang is used for. (A rank's own role may also be "elastic", which can do both.)"""
+GangRole = Literal["prefill", "decode", "elastic"]
+"""What a gang may do: compute prompts, draw tokens, or both."""
 
 
 @dataclass(frozen=True, kw_only=True)

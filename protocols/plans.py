@@ -18,6 +18,8 @@ ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat":
 """Sparse attention's architectures as `actors/strategies/choice.py` names them."""
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
+RIDE = "ride"
+"""In a strategy's place, of prompts that a stream computes in pieces beside rows that decode."""
 AUTO = "auto"
 """The class of requests that ask for nothing of their own: exact, by whichever strategy."""
 

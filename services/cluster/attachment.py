@@ -1,4 +1,4 @@
-"""Both gangs and the KV link between them, as the directory names them and as long as they live."""
+"""The gangs and the KV link between them, as the directory names them and as long as they live."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from csps.services.cluster.fencing import Fencing
 from csps.services.cluster.generations import Generations
 
 _log = logging.getLogger(__name__)
-_ROLES: tuple[GangRole, GangRole] = ("prefill", "decode")
+PAIR: tuple[GangRole, ...] = ("prefill", "decode")
 UNUSABLE = "what is there cannot be used, see the router's log"
 """All that `phase` says of a mistake of the operator's, which names addresses and paths."""
 STANDBY = "another router still serves"
@@ -49,16 +49,18 @@ class ClusterDeadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class KvLink:
-    """The KV-transfer connection from a prefill gang to a decode gang, while it stands."""
+    """The KV-transfer connection from a prefill gang to a decode gang, while it stands. An elastic
+    gang is linked to itself, without a connection, as long as it lives."""
 
     prefill: GangClient
     decode: GangClient
     epoch: str
     """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
 
-    def gang(self, role: GangRole) -> GangClient:
-        """The gang of `role`."""
-        return self.prefill if role == "prefill" else self.decode
+    @property
+    def own(self) -> bool:
+        """Of a gang to itself."""
+        return self.prefill is self.decode
 
 
 class ClusterListener(Protocol):
@@ -89,6 +91,9 @@ class Cluster:
 
     One task follows the directory, another works towards what it says. That one is started over
     whenever something changes, so an attempt to reach ranks that have vanished holds up nothing.
+
+    Args:
+        roles: of the gangs that serve: a pair, or "elastic" alone.
     """
 
     def __init__(
@@ -99,8 +104,9 @@ class Cluster:
         router_id: str,
         generations: Generations,
         deadlines: ClusterDeadlines | None = None,
+        roles: Sequence[GangRole] = PAIR,
     ) -> None:
-        self._directory = directory
+        self._directory, self._roles = directory, tuple(roles)
         self._fencing = Fencing(generations, secret=secret, router_id=router_id)
         self._deadlines = deadlines or ClusterDeadlines()
         self._listener: ClusterListener | None = None
@@ -144,7 +150,7 @@ class Cluster:
 
     @property
     def _awaited(self) -> str:
-        missing = [role for role in _ROLES if role not in self._gangs]
+        missing = [role for role in self._roles if role not in self._gangs]
         return _waiting_for(missing) if missing else "connecting the gangs"
 
     async def start(self) -> None:
@@ -250,7 +256,7 @@ class Cluster:
     async def _attach_found(self) -> None:
         found = [
             GangClient(role, members, self._notified, deadline_s=self._deadlines.attach_s)
-            for role in _ROLES
+            for role in self._roles
             if role not in self._gangs and (members := self._view.gang(role)) is not None
         ]
         try:
@@ -298,13 +304,21 @@ class Cluster:
     async def _link_gangs(self) -> None:
         if self.link is not None:
             return
-        prefill, decode = self._gangs.get("prefill"), self._gangs.get("decode")
-        if prefill is None or decode is None:
+        gangs = [self._gangs[role] for role in self._roles if role in self._gangs]
+        if len(gangs) < len(self._roles):
             self.trouble = self._awaited
             return
-        _check_agree(prefill, decode)
+        prefill, decode = gangs[0], gangs[-1]
         self._links += 1
         epoch = f"{self.generation}.{self._links}"
+        if prefill is not decode:
+            await self._connect_bridge(prefill, decode, epoch)
+        if prefill.lost.done() or decode.lost.done():
+            raise GangLost("a gang was lost while it was linked")
+        self._declare_ready(KvLink(prefill=prefill, decode=decode, epoch=epoch))
+
+    async def _connect_bridge(self, prefill: GangClient, decode: GangClient, epoch: str) -> None:
+        _check_agree(prefill, decode)
         message = pack(_link_message(prefill, decode, epoch))
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
         deadline_s = self._deadlines.link_s
@@ -312,9 +326,6 @@ class Cluster:
             gang.call_all("connect_kv", message, deadline_s=deadline_s)
             for gang in (prefill, decode)
         )
-        if prefill.lost.done() or decode.lost.done():
-            raise GangLost("a gang was lost while it was linked")
-        self._declare_ready(KvLink(prefill=prefill, decode=decode, epoch=epoch))
 
     def _declare_ready(self, link: KvLink) -> None:
         self.link, self.trouble, self._reported = link, "", ""
@@ -350,7 +361,8 @@ def _obstacle(error: BaseException | None) -> str:
 
 
 def _waiting_for(roles: Sequence[GangRole]) -> str:
-    return f"waiting for a {' and a '.join(roles)} gang"
+    named = (f"an {role}" if role == "elastic" else f"a {role}" for role in roles)
+    return f"waiting for {' and '.join(named)} gang"
 
 
 def _check_agree(prefill: GangClient, decode: GangClient) -> None:

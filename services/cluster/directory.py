@@ -19,10 +19,11 @@ class ClusterView:
 
     prefill: GangMembers | None = None
     decode: GangMembers | None = None
+    elastic: GangMembers | None = None
 
     def gang(self, role: GangRole) -> GangMembers | None:
         """The gang of `role`."""
-        return self.prefill if role == "prefill" else self.decode
+        return {"prefill": self.prefill, "decode": self.decode, "elastic": self.elastic}[role]
 
 
 class Directory(Protocol):

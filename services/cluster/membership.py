@@ -78,11 +78,7 @@ class Membership:
     def _install(self, role: GangRole, gang: GangMembers | None) -> bool:
         if gang == self.view.gang(role):
             return False
-        self.view = (
-            replace(self.view, prefill=gang)
-            if role == "prefill"
-            else replace(self.view, decode=gang)
-        )
+        self.view = replace(self.view, **{role: gang})
         return True
 
 

@@ -42,7 +42,7 @@ class AttachedGangs:
     @property
     def prefill_locations(self) -> tuple[str, ...]:
         """Rack-Server-GPU ids of the instances that compute prompts; none while there are none."""
-        found = (gang.locations for gang in self._by_number.values() if gang.role == "prefill")
+        found = (gang.locations for gang in self._by_number.values() if gang.role != "decode")
         return next(found, ())
 
     def linked(self, decode: GangClient, epoch: str) -> None:
@@ -62,8 +62,8 @@ def gang_up(number: GangId, gang: GangClient, *, generation: int) -> GangUp:
     return GangUp(
         gang=number,
         generation=generation,
-        may_prefill=gang.role == "prefill",
-        may_decode=gang.role == "decode",
+        may_prefill=gang.role != "decode",
+        may_decode=gang.role != "prefill",
         tp=gang.tp,
         instances=tuple(
             InstanceUp(location=location, kv_slots=slots)

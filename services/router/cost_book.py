@@ -101,7 +101,7 @@ class CostBook:
 
     def gang_up(self, gang: GangClient) -> None:
         """Fill in what most requests will ask for, before they do."""
-        if gang.role != "prefill":
+        if gang.role == "decode":
             return
         places = sorted(map(Location.parse, gang.locations))
         shapes = {shape_of(places[:count], gang.tp): None for count in range(1, len(places) + 1)}

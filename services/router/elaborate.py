@@ -7,7 +7,7 @@ from itertools import pairwise
 from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_client import GangClient
-from csps.protocols.plans import Plan
+from csps.protocols.plans import RIDE, Plan
 from csps.services.router.running import Generation
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import index_of
@@ -60,6 +60,16 @@ def shown_plan(command: RunStep, generation: Generation, csa: CsaPlan | None, wh
         csa=csa,
         predicted_accuracy_loss=0.0 if settings.lossless else None,
         reason="; ".join((*reasons, *settings.shortfalls(csa))),
+    )
+
+
+def ride_plan(generation: Generation, budget: int) -> Plan:
+    """What `explain` answers about a prompt that no step computes."""
+    pieces = f"in pieces beside rows that decode, {budget} tokens an iteration"
+    return Plan(
+        strategy=RIDE,
+        predicted_accuracy_loss=0.0,
+        reason=f"{_why_exact(generation)}; {pieces}",
     )
 
 

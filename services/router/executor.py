@@ -15,12 +15,12 @@ from csps.protocols.schema import pack
 from csps.protocols.topology import Location
 from csps.services.router.attached import AttachedGangs
 from csps.services.router.cost_book import CostBook
-from csps.services.router.elaborate import csa_plan, shown_plan
+from csps.services.router.elaborate import csa_plan, ride_plan, shown_plan
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
 from csps.services.router.running import Placement
 from csps.services.router.sequences import LiveSequence, Sequences, live_sequence
-from csps.services.router.step_messages import kv_shares, prefill_messages, reserve_message
+from csps.services.router.step_messages import kv_shares, prefill_messages, reserve_messages
 from csps.services.router.steps import Steps
 from csps.services.router.trim import trimmed
 from csps.services.scheduling import commands
@@ -65,6 +65,7 @@ class Executor:
             commands.Reserve: self._reserve,
             commands.RunStep: self._run_step,
             commands.SetGroup: self._set_group,
+            commands.Ride: self._ride,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -114,12 +115,12 @@ class Executor:
     async def _ask_for_slots(self, sequence: LiveSequence) -> None:
         """Ask every decode rank; a rank that refuses holds nothing."""
         decode, command = sequence.decode, sequence.command
-        message = reserve_message(sequence, epoch=self._gangs.epoch_of(decode))
+        messages = reserve_messages(sequence, epoch=self._gangs.epoch_of(decode))
         deadline_s = max(0.0, (command.deadline_ns - time.monotonic_ns()) / 1e9)
         answers = await asyncio.gather(
             *(
                 decode.call(rank, "reserve", message, deadline_s=deadline_s)
-                for rank in range(decode.world_size)
+                for rank, message in enumerate(messages)
             ),
             return_exceptions=True,
         )
@@ -191,6 +192,28 @@ class Executor:
                 message = JoinBatch(rid=number, first_token=sequence.last_token)
                 gang.notify(0, "join", pack(message))
                 self._requests.handed_over(sequence.running)
+
+    def _ride(self, command: commands.Ride) -> None:
+        sequence = self._sequences.by_id[command.sequence]
+        self._in_background(self._ride_when_reserved(command, sequence))
+
+    async def _ride_when_reserved(self, command: commands.Ride, sequence: LiveSequence) -> None:
+        """A leader that was told at once could let the row in before another rank expects it."""
+        assert sequence.reserving is not None, "rides without a reservation"
+        await asyncio.gather(sequence.reserving)
+        if sequence.over:
+            return
+        message = JoinBatch(rid=sequence.id, first_token=None, budget=command.budget)
+        sequence.decode.notify(0, "join", pack(message))
+        running, reserved = sequence.running, sequence.command
+        running.placement = Placement(
+            group=(index_of(reserved.master),),
+            bounds=(0, reserved.prompt_tokens),
+            shares=kv_shares(reserved.shares),
+            master=index_of(reserved.master),
+        )
+        running.plan = ride_plan(running.generation, command.budget)
+        self._requests.launched(running)
 
     # --- ending --------------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ class Reports:
             self._sequences.settle(sequence)
         elif first:
             self._tell(FirstToken(sequence=sequence.id))
+            if sequence.command.rides:
+                self._requests.handed_over(sequence.running)
 
     def fail(self, sequence: LiveSequence, error: Exception) -> None:
         """The sequence cannot go on; the scheduler decides what becomes of its request."""

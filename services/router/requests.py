@@ -92,7 +92,7 @@ class Requests:
             self._finish(running, token.finish_reason)
 
     def handed_over(self, running: Running) -> None:
-        """All KV has landed, decode goes on from here."""
+        """All KV is where it decodes, and decode goes on from here."""
         running.state = "decoding"
         running.handed_over_at(time.monotonic())
 

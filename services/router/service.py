@@ -8,7 +8,7 @@ from typing import Any
 
 from csps.configurator.csa_limits import check_csa
 from csps.configurator.shapes import AttentionShape
-from csps.protocols.errors import Cancelled, QueueFull, RequestError
+from csps.protocols.errors import Cancelled, InvalidRequest, QueueFull, RequestError
 from csps.protocols.gang_client import GangClient
 from csps.services.cluster.attachment import Cluster, KvLink
 from csps.services.router.attached import AttachedGangs, gang_up
@@ -178,6 +178,11 @@ class RequestService:
         if refusal is not None:
             raise error_of(refusal)
         if generation.csa is not None:
+            if not self._scheduler.whole_prompts:
+                raise InvalidRequest(
+                    "sparse attention needs whole prompts, and this server computes them in pieces",
+                    param="csps.attention",
+                )
             check_csa(
                 generation.csa,
                 prompt_tokens=prompt_tokens,
@@ -215,7 +220,8 @@ class RequestService:
         assert prefill is not None, "linked before the prefill gang was attached"
         assert decode is not None, "linked before the decode gang was attached"
         self._gangs.linked(link.decode, link.epoch)
-        self._turns.tell(LinkUp(prefill=prefill, decode=decode))
+        if not link.own:  # which the scheduler knows by the gang's permissions
+            self._turns.tell(LinkUp(prefill=prefill, decode=decode))
         self._observer.cluster_ready(link.epoch)
 
     def link_down(self, link: KvLink, reason: str) -> None:

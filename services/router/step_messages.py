@@ -18,24 +18,29 @@ from csps.services.scheduling import commands
 from csps.services.scheduling.ids import index_of
 
 
-def reserve_message(sequence: LiveSequence, *, epoch: str) -> dict[str, Any]:
-    """`reserve`, the same for every rank of the decode gang."""
+def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, Any]]:
+    """`reserve` for every rank of the decode gang, in rank order: the same, but for a rider's
+    prompt, which only the ranks of its master need."""
     command, running = sequence.command, sequence.running
     csa = running.generation.csa
-    return pack(
-        Reserve(
-            rid=sequence.id,
-            epoch=epoch,
-            shares=kv_shares(command.shares),
-            master=index_of(command.master),
-            prompt_length=command.prompt_tokens,
-            drawn=token_bytes(running.drawn_tokens),
-            sampling=running.generation.sampling,
-            prompt_tokens=_penalized_tokens(running),
-            kept_only=csa is not None and csa.decode_kept_only,
-            trace=running.carrier,
-        )
+    common = Reserve(
+        rid=sequence.id,
+        epoch=epoch,
+        shares=kv_shares(command.shares),
+        master=index_of(command.master),
+        prompt_length=command.prompt_tokens,
+        drawn=token_bytes(running.drawn_tokens),
+        sampling=running.generation.sampling,
+        prompt_tokens=_penalized_tokens(running),
+        kept_only=csa is not None and csa.decode_kept_only,
+        trace=running.carrier,
     )
+    messages = [pack(common)] * sequence.decode.world_size
+    if command.rides:
+        message = pack(replace(common, prompt=token_bytes(known_tokens(running))))
+        for rank in sequence.decode.ranks_of(common.master):
+            messages[rank] = message
+    return messages
 
 
 def prefill_messages(
@@ -75,11 +80,17 @@ def prefill_messages(
 
 
 def piece_tokens(piece: commands.Piece, running: Running) -> NDArray[np.int32]:
-    """What a step computes of a request: its prompt, and what was drawn before a fault."""
+    """What a step computes of a request."""
+    return known_tokens(running)[piece.start : piece.start + piece.length]
+
+
+def known_tokens(running: Running) -> NDArray[np.int32]:
+    """All that is computed before the next token is drawn: the prompt, and what was drawn before a
+    fault."""
     tokens = running.generation.prompt
     if running.drawn_tokens.size:
         tokens = np.concatenate((tokens, running.drawn_tokens))
-    return tokens[piece.start : piece.start + piece.length]
+    return tokens
 
 
 def token_bytes(tokens: NDArray[np.int32]) -> bytes:

@@ -327,7 +327,7 @@ async def as_asked(questions: StrategyQuestions) -> StrategyChoices:
 
 @dataclass
 class FakeCell:
-    """The router's request service over two fake gangs."""
+    """The router's request service over two fake gangs, or an elastic one that is both."""
 
     prefill: FakeGang
     decode: FakeGang
@@ -345,12 +345,11 @@ class FakeCell:
         members = await gang.start()
         self.gangs.append(gang)
         _, view = await self.directory.wait_change(-1)
-        if gang.role == "prefill":
+        if gang.role != "decode":
             self.prefill = gang
-            self.directory.publish(replace(view, prefill=members))
-        else:
+        if gang.role != "prefill":
             self.decode = gang
-            self.directory.publish(replace(view, decode=members))
+        self.directory.publish(replace(view, **{gang.role: members}))
 
     # --- one request's way, step by step ---
 
@@ -442,6 +441,7 @@ async def fake_cell(
     *,
     prefill: FakeGang | None = None,
     decode: FakeGang | None = None,
+    elastic: FakeGang | None = None,
     configure: Configure = as_asked,
     options: dict[str, Any] | None = None,
     limits: QueueLimits | None = None,
@@ -453,16 +453,19 @@ async def fake_cell(
     ready: bool = True,
     **service: Any,
 ) -> AsyncIterator[FakeCell]:
-    """A request service and two gangs, linked; everything is closed at the end."""
-    gangs = [prefill or FakeGang("prefill", "p1"), decode or FakeGang("decode", "d1")]
-    members = [await gang.start() for gang in gangs]
-    directory = StaticDirectory(ClusterView(prefill=members[0], decode=members[1]))
+    """A request service and two gangs, linked, or an elastic one; everything is closed at the
+    end."""
+    pair = [prefill or FakeGang("prefill", "p1"), decode or FakeGang("decode", "d1")]
+    gangs = pair if elastic is None else [elastic]
+    members = {gang.role: await gang.start() for gang in gangs}
+    directory = StaticDirectory(ClusterView(**members))
     cluster = Cluster(
         directory,
         secret=SECRET,
         router_id="test",
         generations=MemoryGenerations(),
         deadlines=ClusterDeadlines(retry_s=0.01),
+        roles=tuple(members),
     )
     costs = CostBook(table or CostTable(latencies=Unmeasured()), configure, keep)
     chosen = {"spt_tokens": 1000, "short_tokens": 200} if policy == "csps" else {}
@@ -473,7 +476,7 @@ async def fake_cell(
         deadlines=deadlines,
     )
     made = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, **service)
-    cell = FakeCell(gangs[0], gangs[1], directory, cluster, made, costs, gangs)
+    cell = FakeCell(gangs[0], gangs[-1], directory, cluster, made, costs, gangs)
     await made.start()
     try:
         if ready:

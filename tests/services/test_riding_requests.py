@@ -1,0 +1,168 @@
+"""The life of a request that rides, over gangs that do as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gangs import FakeCell, FakeGang, fake_cell, turns, until
+
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import GangLost, InvalidRequest, TransferError
+from csps.protocols.messages import JoinBatch
+from csps.services.router.running import Running
+
+RIDING = {"token_budget": 100, "max_batch": 8}
+
+
+@asynccontextmanager
+async def riding(elastic: FakeGang | None = None, **more: Any) -> AsyncIterator[FakeCell]:
+    gang = elastic or FakeGang("elastic", "e1")
+    async with fake_cell(elastic=gang, policy="chunked_prefill", options=RIDING, **more) as cell:
+        yield cell
+
+
+async def joined(cell: FakeCell, running: Running) -> int:
+    """Wait until the request rides; returns its number."""
+    await until(lambda: running.state == "prefill")
+    rid = cell.rid_of(running)
+    await until(lambda: any(it.rid == rid for it in cell.decode.leader.joined))
+    return rid
+
+
+async def test_a_rider_runs_from_submission_to_its_last_token() -> None:
+    async with riding() as cell:
+        running = cell.submit(tokens=300, max_tokens=3)
+        rid = await joined(cell, running)
+        assert cell.decode.leader.joined == [JoinBatch(rid=rid, first_token=None, budget=100)]
+        assert not cell.decode.leader.jobs, "no step computes its prompt"
+        assert not cell.decode.leader.bridges
+        cell.decode.draw(rid, 0, token=42)
+        assert (await anext(running)).token == 42
+        assert running.state == "decoding"
+        cell.finish(rid, 3)
+        assert [token.token async for token in running] == [101, 102]
+        await cell.settled()
+        for name in ("plan_s", "queue_s", "prefill_s", "transfer_s", "decode_s", "ttft_s"):
+            assert getattr(running.timings, name) >= 0
+        plan, placement = running.explain()["plan"], running.explain()["placement"]
+        assert plan["strategy"] == "ride"
+        assert "100 tokens an iteration" in plan["reason"]
+        assert placement["bounds"] == (0, 300)
+        assert placement["group"] == (placement["master"],)
+
+
+async def test_the_prompt_goes_to_the_ranks_of_the_master_and_to_nobody_else() -> None:
+    async with riding(FakeGang("elastic", "e1", instances=3, tp=2)) as cell:
+        running = cell.submit(tokens=300)
+        rid = await joined(cell, running)
+        reserved = [rank.reserved[rid] for rank in cell.decode.ranks]
+        prompt = running.generation.prompt.astype("<i4").tobytes()
+        for rank, request in enumerate(reserved):
+            assert request.prompt == (prompt if rank // 2 == request.master else b"")
+        await finish(cell, running, rid)
+
+
+async def test_a_rider_joins_when_every_rank_expects_it_and_not_before() -> None:
+    async with riding() as cell:
+        cell.decode.may_reserve.clear()
+        running = cell.submit()
+        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
+        await turns()
+        assert running.state == "reserving"
+        assert not cell.decode.leader.joined
+        cell.decode.may_reserve.set()
+        await finish(cell, running, await joined(cell, running))
+
+
+async def test_who_is_cancelled_while_slots_are_reserved_never_joins() -> None:
+    async with riding() as cell:
+        cell.decode.may_reserve.clear()
+        running = cell.submit()
+        await until(lambda: all("reserve" in rank.heard for rank in cell.decode.ranks))
+        running.cancel()
+        await turns()
+        cell.decode.may_reserve.set()
+        await cell.settled()
+        assert not cell.decode.leader.joined
+        assert all(rank.cancelled for rank in cell.decode.ranks)
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+async def test_who_is_cancelled_on_the_way_gives_everything_back(drawn: int) -> None:
+    async with riding() as cell:
+        running = cell.submit(max_tokens=5)
+        rid = await joined(cell, running)
+        for index in range(drawn):
+            cell.decode.draw(rid, index)
+        await until(lambda: running.timings.tokens == drawn)
+        running.cancel()
+        await cell.settled()
+
+
+async def test_when_the_gang_dies_prompt_and_tokens_are_computed_again() -> None:
+    async with riding() as cell:
+        running = cell.submit(tokens=50, max_tokens=4)
+        rid = await joined(cell, running)
+        cell.decode.draw(rid, 0, token=5)
+        cell.decode.draw(rid, 1, token=6)
+        await until(lambda: running.timings.tokens == 2)
+        await cell.decode.kill(1)
+        await until(lambda: not cell.service.ready)
+        assert cell.service.trouble == "waiting for an elastic gang"
+        await cell.replace(FakeGang("elastic", "e2"))
+        again = await joined(cell, running)
+        (request,) = [it for rank in cell.decode.ranks if (it := rank.reserved[again]).prompt]
+        tokens = np.frombuffer(request.prompt, "<i4")
+        assert tokens.tolist() == [*range(50), 5, 6]
+        assert (request.prompt_length, len(request.drawn)) == (52, 8)
+        cell.finish(again, 4, first=2)
+        assert [token.token async for token in running] == [5, 6, 102, 103]
+        await cell.settled()
+
+
+async def test_a_refused_rider_is_tried_again_and_joins_once() -> None:
+    async with riding() as cell:
+        cell.decode.refuses = TransferError("full")
+        running = cell.submit()
+        await until(lambda: running.timings.attempts == 2)
+        cell.decode.refuses = None
+        rid = await joined(cell, running)
+        assert [it.rid for it in cell.decode.leader.joined] == [rid]
+        await finish(cell, running, rid)
+
+
+async def test_a_rider_that_was_alone_in_two_dying_gangs_fails() -> None:
+    async with riding() as cell:
+        running = cell.submit()
+        await joined(cell, running)
+        await cell.decode.kill(0)
+        await cell.replace(FakeGang("elastic", "e2"))
+        await until(lambda: running.timings.attempts == 2)
+        await joined(cell, running)
+        await cell.decode.kill(0)
+        with pytest.raises(GangLost):
+            await anext(running)
+
+
+async def test_on_a_pair_the_gang_that_decodes_is_ridden() -> None:
+    async with fake_cell(policy="chunked_prefill", options=RIDING) as cell:
+        running = cell.submit()
+        rid = await joined(cell, running)
+        assert not cell.prefill.leader.jobs
+        await finish(cell, running, rid)
+
+
+async def test_sparse_attention_is_refused_where_prompts_are_computed_in_pieces() -> None:
+    async with riding() as cell:
+        with pytest.raises(InvalidRequest, match="whole prompts"):
+            cell.submit(attention="csa", csa=CsaSettings())
+
+
+async def finish(cell: FakeCell, running: Running, rid: int) -> None:
+    cell.finish(rid, running.generation.sampling.max_tokens, first=0)
+    assert [token async for token in running][-1].finish_reason == "length"
+    await cell.settled()
