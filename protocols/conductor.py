@@ -249,11 +249,19 @@ class Conductor:
         """
         if len(stream.leases) == LEASES:
             return 0
-        if not any(self._steps.wanted[rank] for rank in stream.ranks):
+        if self._alone(stream):
             return stream.long_lease()
         if stream.leases and any(self._is_due(rank, stream) for rank in stream.ranks):
             return 0
         return 1
+
+    def _alone(self, stream: Stream) -> bool:
+        """Whether no step, and no other stream with rows, wants any of a stream's ranks."""
+        return not any(
+            self._steps.wanted[rank]
+            or any(other is not stream for other in self._streams.live(rank))
+            for rank in stream.ranks
+        )
 
     def _is_due(self, rank: int, stream: Stream) -> bool:
         """Whether a step on a rank would go on, and has had no quantum since a stream's lease."""

@@ -1,0 +1,498 @@
+"""A gang in events of discrete time: ranks that execute their projections of a log, in rendezvous.
+
+`Ranks` knows nothing of the conductor. Members of a step wait for each other at every part, those
+of a stream at every iteration; a rank does one thing at a time, and nests steps in a stack as a
+rank's one thread does. `World` puts a conductor before them and delays all that is sent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.log_entries import (
+    Abort,
+    Change,
+    EndOwner,
+    Entry,
+    Iterate,
+    Iterated,
+    Prepared,
+    Ran,
+    Report,
+    Run,
+    Shutdown,
+    pack_entries,
+    pack_reports,
+    unpack_entries,
+    unpack_reports,
+)
+
+QUANTUM = 50
+"""Times are in milliseconds."""
+NS = 1_000_000
+DEEPEST = 3
+
+
+class Deadlock(AssertionError):
+    """Nothing is under way, and something is not done."""
+
+
+class Clock:
+    """What happens when; of one time, in the order in which it was planned."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._planned = count()
+
+    def after(self, delay: int, then: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now + delay, next(self._planned), then))
+
+    def run(self) -> None:
+        """Until nothing is planned."""
+        while self._heap:
+            self.now, _, then = heapq.heappop(self._heap)
+            then()
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step and how long each of its parts takes at each member."""
+
+    task: StepTask
+    part_time: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A stream: its ranks, and how long an iteration takes."""
+
+    ranks: tuple[int, ...]
+    iteration_time: int
+
+
+@dataclass
+class Frame:
+    """A step on a rank's stack."""
+
+    job: Job
+    part: int = 0
+    aborted: bool = False
+
+
+@dataclass
+class Rank:
+    """What one rank has and does."""
+
+    queue: deque[Entry] = field(default_factory=deque)
+    busy: bool = False
+    stack: list[Frame] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    prepared: set[int] = field(default_factory=set)
+    versions: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Per stream: sequence -> iterations that it had."""
+    closed: bool = False
+
+
+class Ranks:
+    """Execute what is delivered to them."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        jobs: dict[int, Job],
+        lines: dict[int, Line],
+        lives: dict[int, int | None],
+        size: int,
+    ) -> None:
+        """`lives`: iterations after which a sequence's row is finished; None: it never is."""
+        self._clock, self._jobs, self._lines, self._lives = clock, jobs, lines, lives
+        self.each = [Rank() for _ in range(size)]
+        self.send: Callable[[int, Report], None] = lambda _rank, _report: None
+        self.withdrawn: dict[tuple[int, int], list[int]] = {}
+        """(step, sequence) -> the part at which each member was told."""
+        self.iterations: dict[int, list[tuple[int, int]]] = {}
+        """Per stream: (entry, end) of each iteration at its leader."""
+        self._meeting: dict[tuple[str, int, int], dict[int, Callable[[], None]]] = {}
+
+    def deliver(self, rank: int, entries: Iterable[Entry]) -> None:
+        self.each[rank].queue.extend(entries)
+        self._go_on(rank)
+
+    def check_idle(self) -> None:
+        """Nothing is left to do, or to be told of."""
+        stuck = [r for r, rank in enumerate(self.each) if rank.busy or rank.queue or rank.stack]
+        if stuck:
+            raise Deadlock(f"ranks {stuck} hang, meeting at {sorted(self._meeting)}")
+
+    def _go_on(self, r: int) -> None:
+        rank = self.each[r]
+        while rank.queue and not rank.busy:
+            entry = rank.queue.popleft()
+            assert not rank.closed, f"{entry} follows the last entry"
+            rank.executed.append(entry.seq)
+            match entry.op:
+                case Run():
+                    self._run(r, entry, entry.op)
+                case Iterate():
+                    self._iterate(r, entry, entry.op)
+                case Change():
+                    self._change(rank, entry.op)
+                case Abort(step):
+                    self._abort(rank, step)
+                case EndOwner(owner):
+                    rank.prepared -= {s for s in rank.prepared if self._jobs[s].task.owner == owner}
+                case Shutdown():
+                    rank.closed = True
+
+    def _meet(
+        self, key: tuple[str, int, int], ranks: tuple[int, ...], r: int, then: Callable[[], None]
+    ) -> None:
+        here = self._meeting.setdefault(key, {})
+        here[r] = then
+        if len(here) == len(ranks):
+            del self._meeting[key]
+            for go_on in here.values():
+                go_on()
+
+    def _run(self, r: int, entry: Entry, run: Run) -> None:
+        rank, job = self.each[r], self._jobs[run.step]
+        if not rank.stack or rank.stack[-1].job is not job:
+            self._push(rank, job)
+        frame = rank.stack[-1]
+        assert not frame.aborted
+        assert frame.part < run.until <= job.task.parts
+        for sequence in run.withdrawn:
+            self.withdrawn.setdefault((run.step, sequence), []).append(frame.part)
+        rank.busy = True
+        self._part(r, frame, entry, run, self._clock.now)
+
+    def _push(self, rank: Rank, job: Job) -> None:
+        step = job.task.id
+        assert step in rank.prepared, f"step {step} has no slots"
+        assert step not in rank.finished + rank.aborted, f"step {step} is over"
+        assert all(f.job is not job for f in rank.stack), f"step {step} is not on top of the stack"
+        assert not rank.stack or (job.task.urgent and not rank.stack[-1].job.task.urgent), (
+            f"step {step} begins over one that it may not interrupt"
+        )
+        rank.stack.append(Frame(job))
+        assert len(rank.stack) < DEEPEST
+
+    def _part(self, r: int, frame: Frame, entry: Entry, run: Run, since: int) -> None:
+        if frame.part == run.until:
+            self._suspend(r, frame, entry, since)
+            return
+
+        def reached() -> None:
+            frame.part += 1
+            self._part(r, frame, entry, run, since)
+
+        task = frame.job.task
+        self._meet(
+            ("part", run.step, frame.part),
+            task.ranks,
+            r,
+            lambda: self._clock.after(frame.job.part_time, reached),
+        )
+
+    def _suspend(self, r: int, frame: Frame, entry: Entry, since: int) -> None:
+        rank, task = self.each[r], frame.job.task
+        done = frame.part == task.parts
+        if done:
+            rank.finished.append(task.id)
+            assert rank.stack.pop() is frame
+            self._unwind(rank)
+        if r == task.leader:
+            took = (self._clock.now - since) * NS
+            self.send(r, Ran(r, entry.seq, task.id, frame.part, took, done))
+        self._free(r)
+
+    def _abort(self, rank: Rank, step: int) -> None:
+        assert step not in rank.finished + rank.aborted
+        rank.aborted.append(step)
+        for frame in rank.stack:
+            frame.aborted = frame.aborted or frame.job.task.id == step
+        self._unwind(rank)
+
+    def _unwind(self, rank: Rank) -> None:
+        while rank.stack and rank.stack[-1].aborted:
+            rank.stack.pop()
+
+    def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
+        rank = self.each[r]
+        assert rank.rows.get(op.stream), f"{entry} iterates no rows"
+        assert rank.versions[op.stream] == op.version
+        rank.busy = True
+        self._iteration(r, entry, op, 0, self._clock.now)
+
+    def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
+        line = self._lines[op.stream]
+        if i == op.n:
+            self._end_lease(r, entry, op, since)
+            return
+
+        def ended() -> None:
+            rows = self.each[r].rows[op.stream]
+            for sequence in rows:
+                rows[sequence] += 1
+            if r == line.ranks[0]:
+                ends = self.iterations.setdefault(op.stream, [])
+                ends.append((entry.seq, self._clock.now))
+            self._iteration(r, entry, op, i + 1, since)
+
+        self._meet(
+            ("iteration", entry.seq, i),
+            line.ranks,
+            r,
+            lambda: self._clock.after(line.iteration_time, ended),
+        )
+
+    def _end_lease(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
+        """Every rank is the master of some rows."""
+        ranks = self._lines[op.stream].ranks
+        rows = self.each[r].rows[op.stream]
+        finished = tuple(
+            sequence
+            for sequence, had in rows.items()
+            if (life := self._lives[sequence]) is not None
+            and had - op.n < life <= had
+            and ranks[sequence % len(ranks)] == r
+        )
+        took = (self._clock.now - since) * NS
+        self.send(r, Iterated(r, entry.seq, op.stream, took, finished))
+        self._free(r)
+
+    def _change(self, rank: Rank, change: Change) -> None:
+        rows = rank.rows.setdefault(change.stream, {})
+        for sequence in change.left:
+            del rows[sequence]
+        for sequence, _ in change.joined:
+            assert sequence not in rows
+            rows[sequence] = 0
+        rank.versions[change.stream] = rank.versions.get(change.stream, 0) + 1
+        assert rank.versions[change.stream] == change.version
+
+    def _free(self, r: int) -> None:
+        self.each[r].busy = False
+        self._clock.after(0, lambda: self._go_on(r))
+
+
+@dataclass
+class Scenario:
+    """What the scheduler asks for, and when."""
+
+    size: int
+    jobs: dict[int, Job]
+    lines: dict[int, Line]
+    lives: dict[int, int | None]
+    submits: list[tuple[int, int]] = field(default_factory=list)
+    """(time, step)."""
+    joins: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(time, stream, sequence, owner)."""
+    cancels: list[tuple[int, int]] = field(default_factory=list)
+    """(time, sequence)."""
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """(time, owner)."""
+
+
+ROWS = 1000
+"""Sequences from here on are rows; those below are prefilled."""
+
+
+def random_scenario(rng: Random, *, troubled: bool = True) -> Scenario:
+    """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`."""
+    size, span = rng.randint(1, 6), rng.choice((100, 1000, 4000))
+
+    def group() -> tuple[int, ...]:
+        return tuple(rng.sample(range(size), rng.randint(1, size)))
+
+    def time() -> int:
+        return rng.randrange(span)
+
+    jobs = {
+        step: Job(
+            StepTask(
+                id=step,
+                ranks=group(),
+                urgent=rng.random() < 0.5,
+                parts=rng.randint(1, 12),
+                sequences=tuple(rng.sample(range(8), rng.choice((0, 1, 1, 2)))),
+                owner=rng.randint(1, 2),
+            ),
+            rng.randint(1, QUANTUM),
+        )
+        for step in range(rng.randint(1, 12))
+    }
+    lines = {s: Line(tuple(sorted(group())), rng.randint(1, 12)) for s in range(rng.randint(0, 3))}
+    rows = range(ROWS, ROWS + rng.randint(1, 6)) if lines else range(0)
+    scenario = Scenario(
+        size, jobs, lines, {s: rng.choice((None, rng.randint(1, 60))) for s in rows}
+    )
+    scenario.submits = sorted((time(), step) for step in jobs)
+    scenario.joins = sorted(
+        (time(), rng.choice(list(lines)), sequence, rng.randint(1, 2)) for sequence in rows
+    )
+    if troubled:
+        known = [*range(8), *rows]
+        scenario.cancels = [(time(), rng.choice(known)) for _ in range(rng.randint(0, 4))]
+        scenario.ends = [(time(), 2)] if rng.random() < 0.3 else []
+    return scenario
+
+
+@dataclass(frozen=True)
+class Delays:
+    """The longest that a message is under way, by kind."""
+
+    entries: int = 0
+    steps: int = 0
+    """Reports of steps."""
+    streams: int = 0
+    """Reports of streams."""
+    prepares: int = 0
+
+
+class World:
+    """A conductor, its ranks, and what is under way between them."""
+
+    def __init__(self, scenario: Scenario, delays: Delays, rng: Random) -> None:
+        self.scenario, self._delays, self._rng = scenario, delays, rng
+        self.clock = Clock()
+        self.ranks = Ranks(self.clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size)
+        self.ranks.send = self._report
+        self.conductor = Conductor(scenario.size, quantum_ns=QUANTUM * NS)
+        self.log: list[tuple[Entry, tuple[int, ...]]] = []
+        self._arrives: dict[tuple[str, int], int] = {}
+
+    def run(self) -> None:
+        """Until all is done.
+
+        Raises:
+            Deadlock: it never will be.
+        """
+        scenario, conductor = self.scenario, self.conductor
+        for stream, line in scenario.lines.items():
+            conductor.open_stream(stream, line.ranks)
+        for time, step in scenario.submits:
+            self._submit(time, scenario.jobs[step].task)
+        for time, stream, sequence, owner in scenario.joins:
+            self._at(time, conductor.join, stream, sequence, 0, owner)
+        for time, sequence in scenario.cancels:
+            self._at(time, conductor.cancel, sequence)
+        for time, owner in scenario.ends:
+            self._at(time, conductor.end_owner, owner)
+        self._at(0, self._end_endless_rows)
+        self.clock.run()
+        self.ranks.check_idle()
+
+    def _at(self, delay: int, event: Callable[..., None], *args: object) -> None:
+        def happens() -> None:
+            event(*args)
+            self._take()
+
+        self.clock.after(delay, happens)
+
+    def _submit(self, time: int, task: StepTask) -> None:
+        """To the conductor and to each member on ways of their own."""
+        self._at(time, self.conductor.submit, task)
+        for rank in task.ranks:
+            self.clock.after(
+                time + self._rng.randint(0, self._delays.prepares),
+                lambda rank=rank: self._prepare(rank, task),  # type: ignore[misc]
+            )
+
+    def _prepare(self, rank: int, task: StepTask) -> None:
+        self.ranks.each[rank].prepared.add(task.id)
+        delay = self._rng.randint(0, self._delays.prepares)
+        self._at(delay, self.conductor.prepared, task.id, rank)
+
+    def _end_endless_rows(self) -> None:
+        """Rows without an end are there to starve steps, and end when no step is left."""
+        if any(not self.is_over(step) for step in self.scenario.jobs):
+            self._at(QUANTUM, self._end_endless_rows)
+            assert self.clock.now < 10**6, "a step starves"
+        elif any(time > self.clock.now for time, *_ in self.scenario.joins):
+            self._at(QUANTUM, self._end_endless_rows)
+        else:
+            for sequence, life in self.scenario.lives.items():
+                if life is None:
+                    self.conductor.cancel(sequence)
+
+    def is_over(self, step: int) -> bool:
+        """Finished or aborted at all members, or never begun for an owner that has ended."""
+        task = self.scenario.jobs[step].task
+        members = [self.ranks.each[rank] for rank in task.ranks]
+        ended = any(
+            owner == task.owner and time <= self.clock.now for time, owner in self.scenario.ends
+        )
+        return all(
+            (ended and all(f.job.task.id != step for f in rank.stack))
+            or step in rank.finished + rank.aborted
+            for rank in members
+        )
+
+    def _take(self) -> None:
+        entries = self.conductor.take()
+        self.log += entries
+        for rank in range(self.scenario.size):
+            mine = [entry for entry, ranks in entries if rank in ranks]
+            if mine:
+                frame = pack_entries(mine)
+                self._in_order(
+                    ("entries", rank),
+                    self._delays.entries,
+                    lambda rank=rank, frame=frame: self.ranks.deliver(  # type: ignore[misc]
+                        rank, unpack_entries(frame)
+                    ),
+                )
+
+    def _report(self, rank: int, report: Report) -> None:
+        assert not isinstance(report, Prepared)
+        kind, delay = (
+            ("steps", self._delays.steps)
+            if isinstance(report, Ran)
+            else ("streams", self._delays.streams)
+        )
+        frame = pack_reports((report,))
+
+        def arrives() -> None:
+            for arrived in unpack_reports(frame):
+                self.conductor.report(arrived)
+            self._take()
+
+        self._in_order((kind, rank), delay, arrives)
+
+    def _in_order(self, way: tuple[str, int], longest: int, then: Callable[[], None]) -> None:
+        """Nothing overtakes on a way, as on a connection."""
+        arrives = self.clock.now + self._rng.randint(0, longest)
+        arrives = self._arrives[way] = max(arrives, self._arrives.get(way, 0))
+        self.clock.after(arrives - self.clock.now, then)
+
+
+def replay(
+    scenario: Scenario, projections: list[list[Entry]], longest_delay: int, rng: Random
+) -> Ranks:
+    """Ranks that are handed a log without a conductor, each entry when a delay has passed.
+
+    Raises:
+        Deadlock: they wait for each other.
+    """
+    clock = Clock()
+    ranks = Ranks(clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size)
+    for r, projection in enumerate(projections):
+        ranks.each[r].prepared.update(scenario.jobs)
+        arrives = 0
+        for entry in projection:
+            arrives += rng.randint(0, longest_delay)
+            clock.after(arrives, lambda r=r, entry=entry: ranks.deliver(r, (entry,)))  # type: ignore[misc]
+    clock.run()
+    ranks.check_idle()
+    return ranks

@@ -1,0 +1,604 @@
+"""The conductor, rule by rule, and in worlds of ranks that wait for each other."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from itertools import pairwise
+from random import Random
+
+import pytest
+from conductor_world import (
+    DEEPEST,
+    NS,
+    QUANTUM,
+    Deadlock,
+    Delays,
+    Job,
+    Scenario,
+    World,
+    random_scenario,
+    replay,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+
+from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.errors import ProtocolError
+from csps.protocols.log_entries import (
+    Abort,
+    Change,
+    EndOwner,
+    Entry,
+    Iterate,
+    Iterated,
+    Op,
+    Prepared,
+    Ran,
+    Run,
+    Shutdown,
+    pack_entries,
+    pack_reports,
+    unpack_entries,
+    unpack_reports,
+)
+
+OWNER = 1
+
+
+class Desk(Conductor):
+    """A conductor whose entries are numbered and asked for as a test reads them."""
+
+    def ops(self) -> list[Op]:
+        """What is appended now."""
+        return [entry.op for entry in self.entries()]
+
+    def entries(self) -> list[Entry]:
+        return [entry for entry, _ in self.take()]
+
+    def step(
+        self,
+        step: int,
+        *ranks: int,
+        urgent: bool = False,
+        parts: int = 4,
+        sequences: tuple[int, ...] = (),
+        prepared: bool = True,
+    ) -> None:
+        """Submit a step, and prepare it everywhere."""
+        self.submit(
+            StepTask(
+                id=step, ranks=ranks, urgent=urgent, parts=parts, sequences=sequences, owner=OWNER
+            )
+        )
+        for rank in ranks if prepared else ():
+            self.prepared(step, rank)
+
+    def rows(self, stream: int, *ranks: int) -> None:
+        """Open a stream and give it a row of the same number."""
+        self.open_stream(stream, ranks)
+        self.join(stream, stream, 0, OWNER)
+
+    def executed(self, entry: Entry, milliseconds: int = 1, done: bool = False) -> None:
+        """The leader, or the only master, reports an entry."""
+        match entry.op:
+            case Run(step, until):
+                running = self._steps.get(step)
+                leader = 0 if running is None else running.task.leader
+                self.ran(leader, entry.seq, step, until, milliseconds * NS, done)
+            case Iterate(stream):
+                iterating = self._streams.get(stream)
+                assert iterating is not None
+                self.iterated(iterating.ranks[0], entry.seq, stream, milliseconds * NS)
+
+
+# 1. What is startable
+
+
+def test_a_step_waits_until_every_member_has_prepared_it() -> None:
+    desk = Desk(3)
+    desk.step(1, 0, 2, prepared=False)
+    desk.prepared(1, 2)
+    assert desk.ops() == []
+    desk.prepared(1, 0)
+    assert [(entry.op, ranks) for entry, ranks in desk.take()][:1] == [(Run(1, 1), (0, 2))]
+
+
+def test_a_member_may_have_prepared_before_the_step_is_submitted() -> None:
+    desk = Desk(2)
+    desk.prepared(1, 0)
+    desk.prepared(1, 1)
+    desk.step(1, 0, 1, parts=1, prepared=False)
+    assert desk.ops() == [Run(1, 1)]
+
+
+def test_steps_of_one_sequence_run_in_the_order_of_their_submission() -> None:
+    desk = Desk(2)
+    desk.step(1, 0, parts=1, sequences=(7,), prepared=False)
+    desk.step(2, 1, parts=1, sequences=(7,))
+    assert desk.ops() == []
+    desk.prepared(1, 0)
+    (first,) = desk.entries()
+    assert first.op == Run(1, 1)
+    desk.executed(first)
+    assert desk.ops() == [Run(2, 1)]
+
+
+# 2. Classes
+
+
+def test_an_urgent_step_interrupts_a_long_one_which_gets_nothing_until_it_is_finished() -> None:
+    desk = Desk(2)
+    desk.step(1, 0, 1, parts=9)
+    first, second = desk.entries()
+    desk.step(2, 1, urgent=True, parts=1)
+    (urgent,) = desk.entries()
+    assert urgent.op == Run(2, 1)
+    desk.executed(first)
+    desk.executed(second)
+    assert desk.ops() == []
+    desk.executed(urgent)
+    desk.ran(1, urgent.seq, 2, 1, NS, True)
+    assert [type(op) for op in desk.ops()] == [Run, Run]
+
+
+def test_a_long_step_does_not_begin_over_an_urgent_one() -> None:
+    desk = Desk(2)
+    desk.step(1, 0, urgent=True, parts=1)
+    (urgent,) = desk.entries()
+    desk.step(2, 0, 1)
+    assert desk.ops() == []
+    desk.executed(urgent)
+    assert desk.ops()[0] == Run(2, 1)
+
+
+def test_a_rank_has_one_started_step_of_a_class() -> None:
+    for urgent in (True, False):
+        desk = Desk(2)
+        desk.step(1, 0, 1, urgent=urgent, parts=1)
+        (first,) = desk.entries()
+        desk.step(2, 1, urgent=urgent, parts=1)
+        assert desk.ops() == []
+        desk.executed(first)
+        assert desk.ops() == [Run(2, 1)]
+
+
+# 3. Reservation
+
+
+def test_a_startable_step_that_cannot_start_keeps_younger_ones_off_its_ranks() -> None:
+    desk = Desk(3)
+    desk.step(1, 0, parts=1)
+    (first,) = desk.entries()
+    desk.step(2, 0, 1, parts=1)
+    desk.step(3, 1, 2, parts=1)
+    desk.step(4, 2, parts=1)
+    assert desk.ops() == []
+    desk.executed(first)
+    (second,) = desk.entries()
+    assert second.op == Run(2, 1)
+    desk.executed(second)
+    assert desk.ops() == [Run(3, 1)]
+
+
+def test_urgent_steps_pass_long_ones_that_wait() -> None:
+    desk = Desk(2)
+    desk.step(1, 0, parts=1)
+    desk.take()
+    desk.step(2, 0, 1)
+    desk.step(3, 0, 1, urgent=True, parts=1)
+    assert desk.ops() == [Run(3, 1)]
+
+
+# 4. Quanta
+
+
+def test_quanta_grow_to_what_fits_their_time_and_at_most_double() -> None:
+    desk = Desk(1)
+    desk.rows(0, 0)
+    desk.step(1, 0, parts=60)
+    sizes, parts = [], 0
+    while parts < 60:
+        for entry in desk.entries():
+            if isinstance(entry.op, Run):
+                sizes.append(entry.op.until - parts)
+                parts = entry.op.until
+                desk.executed(entry, milliseconds=4 * sizes[-1])
+            else:
+                desk.executed(entry)
+    assert sizes == [1, 2, 4, 8, 12, 12, 12, 9]
+
+
+def test_two_quanta_are_outstanding_only_where_nothing_else_can_have_the_ranks() -> None:
+    desk = Desk(3)
+    desk.step(1, 0, 1, parts=9)
+    assert desk.ops() == [Run(1, 1), Run(1, 2)]
+    desk = Desk(3)
+    desk.rows(0, 1, 2)
+    desk.step(1, 0, 1, parts=9)
+    assert [op for op in desk.ops() if isinstance(op, Run)] == [Run(1, 1)]
+
+
+def test_a_leader_that_has_nothing_left_is_sent_to_the_end_with_all_members() -> None:
+    desk = Desk(2)
+    desk.rows(5, 1)
+    desk.step(1, 0, 1, parts=100)
+    first = next(entry for entry in desk.entries() if isinstance(entry.op, Run))
+    desk.executed(first, done=True)
+    assert Run(1, 100) in desk.ops()
+
+
+@pytest.mark.parametrize(("rank", "seq"), [(1, 1), (0, 2)])
+def test_a_report_that_nobody_asked_for_is_refused(rank: int, seq: int) -> None:
+    desk = Desk(2)
+    desk.step(1, 0, 1)
+    desk.take()
+    with pytest.raises(ProtocolError):
+        desk.report(Ran(rank, seq, 1, 1, NS, False))
+
+
+def test_an_iteration_of_no_stream_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        Desk(1).report(Iterated(0, 1, 9, NS))
+
+
+# 5. Leases
+
+
+def test_a_stream_alone_gets_two_leases_of_as_many_iterations_as_fit() -> None:
+    desk = Desk(2)
+    desk.rows(0, 0, 1)
+    change, *leases = desk.entries()
+    assert change.op == Change(0, 1, ((0, 0),))
+    assert [lease.op for lease in leases] == [Iterate(0, 1, 1)] * 2
+    desk.executed(leases[0], milliseconds=5)
+    assert desk.ops() == [Iterate(0, 1, 4)]
+    desk = Desk(1)
+    desk.rows(0, 0)
+    desk.executed(desk.entries()[1], milliseconds=1)
+    assert desk.ops() == [Iterate(0, 1, 8)]
+
+
+def test_a_stream_and_a_step_take_turns() -> None:
+    desk = Desk(2)
+    desk.rows(0, 0)
+    desk.step(1, 0, 1, parts=4)
+    waiting, order = desk.entries(), []
+    while len(order) < 12:
+        entry = waiting.pop(0)
+        order.append(type(entry.op))
+        desk.executed(entry)
+        waiting += desk.entries()
+    # Quanta of 1, 2 and 1 parts; the last lease before the step was reported to be over is short.
+    assert order[:7] == [Change, Iterate, Run, Iterate, Run, Iterate, Run]
+    assert set(order[7:]) == {Iterate}
+
+
+def test_a_stream_does_not_wait_for_a_steps_report() -> None:
+    desk = Desk(2)
+    desk.rows(0, 0)
+    desk.step(1, 0, 1, parts=4)
+    waiting = [entry for entry in desk.entries() if isinstance(entry.op, Iterate)]
+    for _ in range(9):
+        desk.executed(waiting.pop(0))
+        waiting += desk.entries()
+        assert all(entry.op == Iterate(0, 1, 1) for entry in waiting)
+        assert waiting
+
+
+def test_an_urgent_steps_late_report_stops_no_stream_beside_the_long_step() -> None:
+    """A stream on {0, 1}, a long step on {1, 2} and an urgent one on {2}."""
+    desk = Desk(3)
+    desk.rows(0, 0, 1)
+    desk.step(1, 1, 2, parts=9)
+    long = next(entry for entry in desk.entries() if isinstance(entry.op, Run))
+    desk.step(2, 2, urgent=True, parts=1)
+    desk.take()
+    desk.executed(long)
+    for seq in (2, 4):
+        desk.iterated(0, seq, 0, NS)
+    leases = desk.entries()
+    assert [entry.op for entry in leases] == [Iterate(0, 1, 1)] * 2
+
+
+# 6. Rows
+
+
+def test_rows_join_and_leave_before_the_next_lease() -> None:
+    desk = Desk(1)
+    desk.rows(0, 0)
+    _, first, _ = desk.entries()
+    desk.join(0, 5, 77, OWNER)
+    desk.join(0, 6, 78, OWNER)
+    desk.cancel(6)
+    assert desk.ops() == []
+    desk.iterated(0, first.seq, 0, NS, (0,))
+    assert desk.ops() == [Change(0, 2, ((5, 77),), (0,)), Iterate(0, 2, 8)]
+
+
+def test_the_last_row_leaves_without_a_lease() -> None:
+    desk = Desk(1)
+    desk.rows(0, 0)
+    desk.take()
+    desk.cancel(0)
+    assert desk.ops() == [Change(0, 2, (), (0,))]
+    assert desk.ops() == []
+
+
+def test_a_row_that_joins_again_is_not_finished_by_its_former_leases() -> None:
+    desk = Desk(1)
+    desk.rows(0, 0)
+    _, first, second = desk.entries()
+    desk.cancel(0)
+    desk.join(0, 0, 9, OWNER)
+    desk.iterated(0, first.seq, 0, NS)
+    assert desk.ops()[0] == Change(0, 2, ((0, 9),), (0,))
+    desk.iterated(0, second.seq, 0, NS, (0,))
+    assert isinstance(desk.ops()[-1], Iterate)
+
+
+# 7. Cancel
+
+
+def test_a_waiting_step_that_nobody_wants_is_aborted() -> None:
+    desk = Desk(3)
+    desk.step(1, 0, 2, sequences=(4, 5), prepared=False)
+    desk.cancel(4)
+    assert desk.take() == []
+    desk.cancel(5)
+    assert desk.take() == [(Entry(1, Abort(1)), (0, 2))]
+    desk.prepared(1, 0)
+    desk.prepared(1, 2)
+    assert desk.take() == []
+
+
+def test_a_running_step_is_told_of_withdrawn_sequences_once_and_aborted_with_the_last() -> None:
+    desk = Desk(1)
+    desk.rows(0, 0)
+    desk.step(1, 0, parts=99, sequences=(4, 5, 6))
+    waiting = desk.entries()
+    desk.cancel(5)
+    desk.cancel(5)
+    runs: list[Run] = []
+    while len(runs) < 3:
+        entry = waiting.pop(0)
+        if isinstance(entry.op, Run):
+            runs.append(entry.op)
+        desk.executed(entry)
+        waiting += desk.entries()
+    assert [run.withdrawn for run in runs] == [(), (5,), ()]
+    desk.cancel(4)
+    desk.cancel(6)
+    assert desk.ops()[0] == Abort(1)
+
+
+def test_a_step_whose_last_quantum_is_on_its_way_finishes() -> None:
+    desk = Desk(1)
+    desk.step(1, 0, parts=1, sequences=(4,))
+    (last,) = desk.entries()
+    desk.cancel(4)
+    assert desk.ops() == []
+    desk.executed(last)
+    desk.step(2, 0, parts=1, sequences=(4,))
+    assert desk.ops() == [Run(2, 1)]
+
+
+def test_who_is_unknown_is_not_cancelled() -> None:
+    desk = Desk(1)
+    desk.cancel(99)
+    assert desk.take() == []
+
+
+# 8. Owners
+
+
+def test_what_an_owner_has_ends_with_it() -> None:
+    desk = Desk(3)
+    desk.rows(0, 0)
+    desk.step(1, 1, 2, parts=9)
+    desk.step(2, 1, prepared=False)
+    desk.take()
+    desk.end_owner(OWNER)
+    ended = [(entry.op, ranks) for entry, ranks in desk.take()]
+    assert ended == [
+        (Abort(1), (1, 2)),
+        (Change(0, 2, (), (0,)), (0,)),
+        (EndOwner(OWNER), (0, 1, 2)),
+    ]
+    desk.step(3, 0)
+    desk.join(0, 5, 0, OWNER)
+    desk.end_owner(OWNER)
+    assert desk.take() == []
+
+
+def test_nothing_follows_a_shutdown() -> None:
+    desk = Desk(2)
+    desk.step(1, 0, parts=9)
+    desk.take()
+    desk.shutdown()
+    assert desk.ops() == [Abort(1), Shutdown()]
+    desk.step(2, 0)
+    desk.shutdown()
+    assert desk.take() == []
+
+
+# Frames
+
+
+def test_frames_come_back_as_they_were() -> None:
+    ops: list[Op] = [
+        Run(1, 2, (3,)),
+        Iterate(1, 2, 3),
+        Change(1, 2, ((3, 4),), (5,)),
+        Abort(1),
+        EndOwner(2),
+        Shutdown(),
+    ]
+    entries = [Entry(seq, op) for seq, op in enumerate(ops, 1)]
+    assert unpack_entries(pack_entries(entries)) == entries
+    reports = [Prepared(0, 1), Ran(0, 1, 2, 3, 4, True), Iterated(0, 1, 2, 3, (4, 5))]
+    assert unpack_reports(pack_reports(reports)) == reports
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_frame_is_an_error_of_the_protocol(frame: bytes) -> None:
+    for unpack in (unpack_entries, unpack_reports):
+        with suppress(ProtocolError):
+            unpack(frame)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_a_frame_that_is_cut_off_is_an_error_of_the_protocol(size: int) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_entries(pack_entries([Entry(1, Run(1, 2, (3,)))])[:-size])
+    with pytest.raises(ProtocolError):
+        unpack_reports(pack_reports([Prepared(0, 1)])[: -min(size, 4)])
+
+
+@pytest.mark.parametrize("op", [Run(1, 0), Iterate(1, 1, 0), Abort(-1)])
+def test_numbers_out_of_range_are_errors_of_the_protocol(op: Op) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_entries(pack_entries([Entry(1, op)]))
+
+
+# 9. Worlds
+
+
+def random_world(seed: int) -> World:
+    """A random scenario that has been run with random delays."""
+    rng = Random(seed)
+    scenario, longest = random_scenario(rng), rng.choice((0, 5, 50, 400))
+    delays = Delays(*(rng.choice((0, longest)) for _ in range(4)))
+    world = World(scenario, delays, rng)
+    world.run()
+    return world
+
+
+def check(world: World) -> None:
+    """What holds in every world, besides what its ranks assert."""
+    for r, rank in enumerate(world.ranks.each):
+        assert rank.executed == [entry.seq for entry, ranks in world.log if r in ranks]
+        assert not any(rank.rows.values()), "a row stays for ever"
+    assert [entry.seq for entry, _ in world.log] == list(range(1, len(world.log) + 1))
+    check_steps(world)
+    check_turns(world)
+
+
+def check_steps(world: World) -> None:
+    """All members finish a step, once, or none does; and all do where nobody gave it up."""
+    given_up = {sequence for _, sequence in world.scenario.cancels}
+    ended = {owner for _, owner in world.scenario.ends}
+    for step, job in world.scenario.jobs.items():
+        members = [world.ranks.each[r] for r in job.task.ranks]
+        finished = [rank.finished.count(step) for rank in members]
+        assert len(set(finished)) == 1
+        assert finished[0] <= 1
+        wanted = job.task.owner not in ended and given_up.isdisjoint(job.task.sequences)
+        assert finished[0] or not wanted, f"step {step} was never finished"
+    for (step, sequence), parts in world.ranks.withdrawn.items():
+        assert sequence in given_up
+        assert len(parts) == len(world.scenario.jobs[step].task.ranks)
+        assert len(set(parts)) == 1
+
+
+def check_turns(world: World) -> None:
+    """Between two iterations of a stream, at most one quantum on each of its ranks."""
+    quanta: dict[tuple[int, int], int] = {}
+    rows: dict[int, set[int]] = {stream: set() for stream in world.scenario.lines}
+    for entry, ranks in world.log:
+        match entry.op:
+            case Change(stream, _, joined, left):
+                rows[stream] -= set(left)
+                rows[stream] |= {sequence for sequence, _ in joined}
+                if not rows[stream]:
+                    quanta.update(dict.fromkeys(((stream, r) for r in ranks), -(10**9)))
+            case Iterate(stream):
+                quanta.update(dict.fromkeys(((stream, r) for r in ranks), 0))
+            case Run():
+                for stream, r in quanta:
+                    quanta[stream, r] += r in ranks
+                assert all(n <= 1 for n in quanta.values()), f"no turn before {entry}"
+
+
+@settings(max_examples=examples(600))
+@given(st.integers(0, 2**32))
+def test_worlds_neither_deadlock_nor_starve(seed: int) -> None:
+    check(random_world(seed))
+
+
+@pytest.mark.slow
+def test_ten_thousand_worlds_neither_deadlock_nor_starve() -> None:
+    for seed in range(10_000):
+        check(random_world(seed))
+
+
+@settings(max_examples=examples(300))
+@given(st.integers(0, 2**32))
+def test_late_reports_of_steps_delay_no_stream(seed: int) -> None:
+    """The gap of a stream is at most three quanta and an iteration."""
+    rng = Random(seed)
+    scenario = random_scenario(rng)
+    world = World(scenario, Delays(steps=rng.choice((0, 50, 400)), prepares=100), rng)
+    world.run()
+    since = without_rows(world)
+    for stream, ends in world.ranks.iterations.items():
+        longest = 3 * QUANTUM + scenario.lines[stream].iteration_time
+        for (before, begin), (entry, end) in pairwise(ends):
+            if since[before] == since[entry]:
+                assert end - begin <= longest
+
+
+def without_rows(world: World) -> dict[int, int]:
+    """For each lease, how often its stream had had no rows before."""
+    rows: dict[int, set[int]] = {stream: set() for stream in world.scenario.lines}
+    times = dict.fromkeys(rows, 0)
+    leases = {}
+    for entry, _ in world.log:
+        match entry.op:
+            case Change(stream, _, joined, left):
+                rows[stream] -= set(left)
+                times[stream] += not rows[stream]
+                rows[stream] |= {sequence for sequence, _ in joined}
+            case Iterate(stream):
+                leases[entry.seq] = times[stream]
+    return leases
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(0, 2**32), st.integers(0, 300))
+def test_the_same_calls_give_the_same_entries(seed: int, longest_delay: int) -> None:
+    """And a log runs without its conductor, whatever the delays."""
+    world = random_world(seed)
+    assert random_world(seed).log == world.log
+    again = replay(world.scenario, projections(world), longest_delay, Random(seed))
+    for rank, original in zip(again.each, world.ranks.each, strict=True):
+        assert rank.executed == original.executed
+        assert rank.finished == original.finished
+
+
+def projections(world: World) -> list[list[Entry]]:
+    """What each rank was given."""
+    return [[entry for entry, ranks in world.log if r in ranks] for r in range(world.scenario.size)]
+
+
+def test_ranks_with_orders_of_their_own_deadlock() -> None:
+    """So that worlds would show it if a conductor did this."""
+    tasks = [
+        StepTask(id=step, ranks=(0, 1), urgent=bool(step), parts=2, sequences=(), owner=OWNER)
+        for step in (0, 1)
+    ]
+    scenario = Scenario(2, {task.id: Job(task, 1) for task in tasks}, {}, {})
+    long, urgent, rest = Entry(1, Run(0, 1)), Entry(2, Run(1, 2)), Entry(3, Run(0, 2))
+    replay(scenario, [[long, urgent, rest]] * 2, 3, Random(0))
+    with pytest.raises(Deadlock):
+        replay(scenario, [[long, urgent, rest], [urgent, long, rest]], 3, Random(0))
+
+
+def test_a_rank_told_to_run_what_is_not_on_top_is_a_failure() -> None:
+    task = StepTask(id=0, ranks=(0,), urgent=False, parts=2, sequences=(), owner=OWNER)
+    other = StepTask(id=1, ranks=(0,), urgent=True, parts=2, sequences=(), owner=OWNER)
+    scenario = Scenario(1, {0: Job(task, 1), 1: Job(other, 1)}, {}, {})
+    log = [Entry(1, Run(0, 1)), Entry(2, Run(1, 1)), Entry(3, Run(0, 2))]
+    with pytest.raises(AssertionError, match="not on top"):
+        replay(scenario, [log], 0, Random(0))
+    assert DEEPEST == 3
