@@ -160,6 +160,11 @@ class PrefillPiece:
     """Tokens of the answer that an earlier attempt has drawn, int32: the last ones of what is
     prefilled. The token to draw is the next of the answer."""
 
+    @property
+    def whole(self) -> bool:
+        """The chunk is all of its prompt."""
+        return self.start == 0 and self.last
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillJob:
@@ -179,7 +184,7 @@ class PrefillJob:
     tokens: bytes = b""
     strategy: str = "ulysses"
     csa: CsaPlan | None = None
-    """How strategies that attend sparsely do so; "csa" needs it, and whole prompts."""
+    """How strategies that attend sparsely do so; "csa" needs it."""
     urgent: bool = False
     """May run inside a running job that is not urgent: between two layers, and between two parts
     of one if it needs a single rank, as no job does under tensor parallelism."""
@@ -195,8 +200,11 @@ class PrefillJob:
             raise ValueError(
                 f"{len(self.csa.locations)} locations for a group of {len(self.group)}"
             )
-        if any(piece.history for piece in self.pieces):
-            raise ValueError("sparse attention takes whole prompts, not chunks with history")
+        if self.csa.decode_kept_only and not all(piece.whole for piece in self.pieces):
+            raise ConfigError(
+                "decode_kept_only takes whole prompts: a later chunk's tokens see all of the "
+                "earlier ones, so that decode would see less than the prompt's end has seen"
+            )
         if self.strategy.startswith("sp_tp"):
             self._check_sp_tp(self.csa)
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])

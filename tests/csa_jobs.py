@@ -16,8 +16,9 @@ from torch import Tensor
 from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import KvPool
 from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 from csps.protocols.topology import Topology
 
 SCALE = 0.3
@@ -38,6 +39,12 @@ class CsaCase:
     layers: int = 4
     """Of the model; the last one is not attended to here."""
     dtype: torch.dtype = torch.float64
+    starts: tuple[int, ...] = ()
+    """Of the pieces; empty is 0 for all."""
+    history: tuple[tuple[KvShare, ...], ...] = ()
+    """Where each piece's earlier tokens lie."""
+    last: tuple[bool, ...] = ()
+    """Whether a piece is its prompt's end; empty is true for all."""
 
     @property
     def members(self) -> int:
@@ -49,13 +56,45 @@ class CsaCase:
             job_id=1,
             group=tuple(range(self.members)),
             bounds=self.bounds,
-            pieces=tuple(
-                PrefillPiece(rid=rid, start=0, length=length)
-                for rid, length in enumerate(self.lengths)
-            ),
+            pieces=self.pieces,
             strategy="csa",
             csa=self.plan,
         )
+
+    @property
+    def pieces(self) -> tuple[PrefillPiece, ...]:
+        count = len(self.lengths)
+        starts, history = self.starts or (0,) * count, self.history or ((),) * count
+        shapes = zip(self.lengths, starts, history, self.last or (True,) * count, strict=True)
+        return tuple(
+            PrefillPiece(rid=rid, length=length, start=start, history=shares, last=last)
+            for rid, (length, start, shares, last) in enumerate(shapes)
+        )
+
+    def earlier(self, piece: int) -> list[tuple[Tensor, Tensor]]:
+        """Of each attended layer, k and v of what comes before a piece."""
+        generator = torch.Generator().manual_seed(piece)
+        shape = (2, self.pieces[piece].start, self.kv_heads, DIM)
+        drawn = (torch.randn(shape, generator=generator) for _ in range(self.layers - 1))
+        return [(k.to(self.dtype), v.to(self.dtype)) for k, v in drawn]
+
+    def pool(self, member: int) -> KvPool:
+        """A member's, with the history that lies there."""
+        pool = KvPool(
+            layers=self.layers,
+            slots=256,
+            kv_heads=self.kv_heads,
+            head_dim=DIM,
+            dtype=self.dtype,
+            device="cpu",
+        )
+        for piece in self.pieces:
+            for share in (it for it in piece.history if it.instance == member):
+                span = slice(share.span.start, share.span.stop)
+                pool.allocate(piece.rid, [share.span])
+                for layer, (k, v) in enumerate(self.earlier(piece.rid)):
+                    pool.write(layer, piece.rid, share.span, k[span], v[span])
+        return pool
 
     @property
     def schedule(self) -> DropSchedule:
@@ -121,7 +160,7 @@ def layers_on_ranks(
         clock = (clocks or {}).get(rank)
         rows = slice(case.bounds[rank], case.bounds[rank + 1])
         group = replace(world.group(case.job, rank, clock), give_way=partial(give_way, rank))
-        with Csa(group, case.schedule, heads=case.heads, scale=SCALE) as csa:
+        with Csa(group, case.schedule, case.pool(rank), heads=case.heads, scale=SCALE) as csa:
             return [
                 _attend(csa, case, layer, *(x_thd[rows].contiguous() for x_thd in tensors))
                 for layer, tensors in enumerate(qkv)
@@ -157,20 +196,21 @@ def by_brute_force(case: CsaCase) -> list[Tensor]:
 
 def layers_by_brute_force(case: CsaCase) -> list[LayerResult]:
     """The same from the definition, prompt by prompt."""
-    prompts = [_prompt(case, rows) for rows in prompt_rows(case.lengths)]
+    prompts = [_prompt(case, piece, rows) for piece, rows in enumerate(prompt_rows(case.lengths))]
     return [_joined(layer) for layer in zip(*prompts, strict=True)]
 
 
-def _prompt(case: CsaCase, rows: slice) -> list[LayerResult]:
-    layers, importance = [], None
+def _prompt(case: CsaCase, piece: int, rows: slice) -> list[LayerResult]:
+    layers, importance, earlier = [], None, case.earlier(piece)
     for layer, tensors in enumerate(case.qkv()):
         q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in tensors)
-        dense = dense_csa(case, layer, rows)
+        dense = dense_csa(case, layer, piece, rows)
         window = case.plan.importance_window
         if case.plan.importance_layer == "same":
             importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
         weights = dense.counts(importance)
-        out_thd, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, SCALE)
+        _, lse_ht = dense.attend(q_thd, k_thd, v_thd, weights, SCALE)
+        out_thd = dense.attend_with_history(q_thd, k_thd, v_thd, weights, SCALE, earlier[layer])
         layers.append(LayerResult(out_thd, _seen(dense, importance)))
         if window:
             importance = dense.judged_by_window(q_thd, k_thd, window, SCALE)
@@ -190,8 +230,8 @@ def _seen(dense: DenseCsa, importance_gt: Tensor | None) -> Tensor:
     return seen_gt
 
 
-def dense_csa(case: CsaCase, layer: int, rows: slice) -> DenseCsa:
-    """The definition for one prompt of the case."""
+def dense_csa(case: CsaCase, layer: int, piece: int, rows: slice) -> DenseCsa:
+    """The definition for one piece of the case."""
     owners = [m for m, (a, b) in enumerate(pairwise(case.bounds)) for _ in range(a, b)][rows]
     whole = len(set(owners)) == 1
     everyone = range(case.members)
@@ -204,6 +244,8 @@ def dense_csa(case: CsaCase, layer: int, rows: slice) -> DenseCsa:
         tail=case.plan.tail,
         nested=case.plan.nested,
         drop_queries=case.plan.drop_queries,
+        start=case.pieces[piece].start,
+        last=case.pieces[piece].last,
     )
 
 
@@ -225,9 +267,34 @@ def ratios(draw: st.DrawFn, levels: int, kv_heads: int) -> tuple[tuple[float, ..
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
-    """Small jobs of any shape."""
-    members = draw(st.integers(1, 8))
+def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvShare, ...]:
+    """Positions [0, length) cut anywhere, lying anywhere, named in any order."""
+    cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
+    bounds = [0, *cuts, length] if length else [0]
+    shares = [
+        KvShare(instance=draw(st.integers(0, instances - 1)), span=Span(start=start, stop=stop))
+        for start, stop in pairwise(bounds)
+    ]
+    return tuple(draw(st.permutations(shares)))
+
+
+@st.composite
+def chunks(draw: st.DrawFn, *, dropping: bool = True) -> CsaCase:
+    """Jobs of chunks whose history lies anywhere in the group."""
+    case = draw(cases(dropping=dropping, most_members=4))
+    starts = tuple(draw(st.integers(0, 12)) for _ in case.lengths)
+    return replace(
+        case,
+        starts=starts,
+        history=tuple(draw(scattered(start, case.members)) for start in starts),
+        last=tuple(draw(st.booleans()) for _ in starts),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, dropping: bool = True, most_members: int = 8) -> CsaCase:
+    """Small jobs of any shape, of whole prompts."""
+    members = draw(st.integers(1, most_members))
     where = draw(locations(members))
     levels = draw(st.integers(1, len(Topology.of(where).granularities)))
     kv_heads = draw(st.integers(1, 3))

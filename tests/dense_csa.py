@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCsa:
-    """One prompt, whole, on the members that compute it."""
+    """One prompt, or a chunk of one, on the members that compute it."""
 
     owners: Sequence[int]
     """Member of each token."""
@@ -28,6 +28,10 @@ class DenseCsa:
     tail: int
     nested: bool = False
     drop_queries: bool = True
+    start: int = 0
+    """Tokens of the prompt before the chunk, all of which every query sees."""
+    last: bool = True
+    """The prompt ends with the chunk."""
 
     @property
     def tokens(self) -> int:
@@ -57,7 +61,10 @@ class DenseCsa:
         ratio = self.ratios[head][level - 1]
         if ratio == 0.0 or importance_t is None:
             return set(range(self.tokens))
-        always = {t for t in range(self.tokens) if t < self.sinks or t >= self.tokens - self.tail}
+        tail = self.tail if self.last else 0
+        always = {
+            t for t in range(self.tokens) if self.start + t < self.sinks or t >= self.tokens - tail
+        }
         kept: set[int] = set()
         for part in self.parts():
             forced = [t for t in part if t in always]
@@ -91,6 +98,20 @@ class DenseCsa:
         v_hkd = v_thd.double().transpose(0, 1)
         v_hkd = v_hkd.repeat_interleave(q_thd.shape[1] // self.kv_heads, dim=0)
         return (prob_hqk @ v_hkd).transpose(0, 1), torch.logsumexp(score_hqk, dim=-1)
+
+    def attend_with_history(
+        self,
+        q_thd: Tensor,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        weights: Tensor,
+        scale: float,
+        history: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """fp64 out (t, h, d), over the keys and values of all tokens before the chunk as well."""
+        before = weights.new_ones(*weights.shape[:2], self.start)
+        k_all, v_all = (torch.cat(pair) for pair in zip(history, (k_thd, v_thd), strict=True))
+        return self.attend(q_thd, k_all, v_all, torch.cat((before, weights), dim=2), scale)[0]
 
     def judged_by_window(self, q_thd: Tensor, k_thd: Tensor, window: int, scale: float) -> Tensor:
         """(KV heads, tokens): mean probability that the last queries give each key they see, under

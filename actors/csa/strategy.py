@@ -10,6 +10,12 @@ would otherwise wait, for the first all-to-all or for the last outputs. Between 
 any level urgent jobs may run that need nobody but this rank.
 
 With one level (N_v = 1) this is exact SP-NTP with pipelining.
+
+A prompt may come in chunks. Levels, kept sets and dropped queries are about the tokens of a chunk,
+and every row sees all history, exactly: its own rows of all heads ask for it. Of a prompt's chunks
+the first has the sinks and the last the tail; what the end of the prompt will look for is not known
+before, so that in the others the chunk's last queries judge. Importance is what a key receives of
+the attention to the chunk: history gets its share of each query, but takes no part in the choice.
 """
 
 from __future__ import annotations
@@ -33,7 +39,9 @@ from csps.actors.csa.returns import Returns
 from csps.actors.csa.routes import HeadCounts, Routes
 from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.csa.window_judge import WindowJudge
+from csps.actors.kv_pool import KvPool
 from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.history import History, HistoryMember, through
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
@@ -47,7 +55,15 @@ class Csa(WithTransfers):
     What a layer sends may still be leaving while the next one begins; leaving the context waits.
     """
 
-    def __init__(self, group: SpGroup, schedule: DropSchedule, *, heads: int, scale: float) -> None:
+    def __init__(
+        self,
+        group: SpGroup,
+        schedule: DropSchedule,
+        pool: KvPool,
+        *,
+        heads: int,
+        scale: float,
+    ) -> None:
         plan = schedule.plan
         super().__init__(group, overlap=plan.pipelined)
         self._group = group
@@ -63,6 +79,14 @@ class Csa(WithTransfers):
         self._judge = self._new_judge(parts)
         self._judged_at_once = plan.importance_layer == "same"
         self._routes: dict[object, Routes] = {}
+        self._history = History(
+            group,
+            pool,
+            self._members(),
+            group_heads=heads // len(schedule.kv_heads),
+            scale=scale,
+            begin=through(self._transfers),
+        )
         self._timeline = group.clock.timeline
 
     def attend_layer(
@@ -121,18 +145,36 @@ class Csa(WithTransfers):
             layer=layer,
             consolidated=not self._schedule.plan.pipelined,
         )
+        asked = self._history.ask(layer, rows.q_thd)
         if judging:
             self._judge.advance(layer, self._transfers)
+        asked.answer()
         self._attend_levels(layer, rows, own, levels, arrivals)
         if judging:
             done = LayerAttention(
                 layer=layer, rows=rows, running=own.running, levels=tuple(levels.values())
             )
             self._judge.finish(done, self._transfers)
+        asked.merge_into(own.running.out_thd, own.running.lse_ht)
 
     def _is_last(self, part: Part) -> bool:
         piece = self._group.job.pieces[part.piece]
         return part.start + part.length == piece.start + piece.length
+
+    def _members(self) -> list[HistoryMember]:
+        group = self._group
+        return [
+            HistoryMember(
+                rank=rank,
+                instance=instance,
+                rows=range(rows.start, rows.stop),
+                heads=range(self._heads),
+                held=range(self._kv_heads),
+            )
+            for rank, instance, rows in zip(
+                group.peers, group.job.group, map(group.rows_of, range(group.size)), strict=True
+            )
+        ]
 
     # --- one layer -----------------------------------------------------------------------------
 

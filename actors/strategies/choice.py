@@ -75,4 +75,4 @@ def _csa(group: SpGroup, engine: Engine) -> Csa:
         kv_heads=engine.kv_heads,
         total_kv_heads=engine.spec.kv_heads,
     )
-    return Csa(group, schedule, heads=engine.heads, scale=engine.spec.scale)
+    return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from gang_cell import Prompt, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
+from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import KvShare, PrefillPiece, Span
+from csps.protocols.topology import Topology
 
 NOWHERE = -1
 Owners = npt.NDArray[np.int64]
@@ -62,9 +65,10 @@ def run_job(
     pieces: Sequence[PrefillPiece],
     group: Sequence[int],
     bounds: Sequence[int] | None = None,
+    **fields: Any,
 ) -> int:
     """Submit a job and note who owns its tokens afterwards."""
-    job = job_of(pieces, group, bounds)
+    job = job_of(pieces, group, bounds, **fields)
     tokens = [
         prefill.request.prompt[piece.start : piece.start + piece.length]
         for prefill, piece in zip(prefills, pieces, strict=True)
@@ -219,7 +223,24 @@ def random_job(
         pieces.append(it.piece(stop, placement if rng.random() < 0.6 else (), rng))
     total = sum(piece.length for piece in pieces)
     inner = sorted(rng.randint(0, total) for _ in group[1:])
-    return run_job(cell, chosen, pieces, group, [0, *inner, total])
+    bounds = [0, *inner, total]
+    return run_job(cell, chosen, pieces, group, bounds, **random_strategy(bounds, rng))
+
+
+def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]:
+    """Any that is exact, with levels and micro-partitions where it has them."""
+    strategy = rng.choice(["ulysses", "ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
+    if strategy in ("ulysses", "gathered_weights") or (strategy != "csa" and rng.random() < 0.5):
+        return {"strategy": strategy}
+    members = len(bounds) - 1
+    locations = [f"0-{member // 2}-{member % 2}" for member in range(members)]
+    plan = CsaPlan.uniform(
+        locations,
+        levels=rng.randint(1, len(Topology.of(locations).granularities)),
+        layers=2,
+        micro_partitions=rng.randint(1, min(3, max(np.diff(bounds)))),
+    )
+    return {"strategy": strategy, "csa": replace(plan, pipelined=rng.random() < 0.5)}
 
 
 def random_placement(

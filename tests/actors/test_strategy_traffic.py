@@ -177,7 +177,7 @@ def test_csa(gang: StrategyRanks, window: int) -> None:
             kv_heads=engine.kv_heads,
             total_kv_heads=shape.kv_heads,
         )
-        return Csa(members, schedule, heads=engine.heads, scale=engine.spec.scale)
+        return Csa(members, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
 
     spts = [TOKENS // group.instances] * group.instances
     assert measured(gang, csa) == csa_traffic(shape, plan, tp=group.tp, spts=spts)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
+from csa_jobs import scattered
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from csps.actors.mesh import GroupMaker, Mesh
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.even_share import even_share
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.messages import PrefillJob, PrefillPiece
 
 HEAD_DIM = 8
 
@@ -126,17 +126,6 @@ def dense(case: Case) -> Tensor:
     return torch.cat(outs)
 
 
-def scattered(draw: st.DrawFn, length: int, instances: int) -> tuple[KvShare, ...]:
-    """Positions [0, length) cut anywhere, lying anywhere, named in any order."""
-    cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
-    bounds = [0, *cuts, length] if length else [0]
-    shares = [
-        KvShare(instance=draw(st.integers(0, instances - 1)), span=Span(start=start, stop=stop))
-        for start, stop in pairwise(bounds)
-    ]
-    return tuple(draw(st.permutations(shares)))
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     members = draw(st.integers(1, 8))
@@ -144,7 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
     starts = [draw(st.integers(0, 20)) for _ in lengths]
     pieces = tuple(
-        PrefillPiece(rid=rid, start=start, length=length, history=scattered(draw, start, members))
+        PrefillPiece(rid=rid, start=start, length=length, history=draw(scattered(start, members)))
         for rid, (start, length) in enumerate(zip(starts, lengths, strict=True))
     )
     total = sum(lengths)

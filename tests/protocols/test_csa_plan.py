@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,19 +113,6 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
     [
         ({"csa": None}, "'csa' without a plan"),
         ({"group": (0, 1), "bounds": (0, 20, 40)}, "4 locations for a group of 2"),
-        (
-            {
-                "pieces": (
-                    PrefillPiece(
-                        rid=1,
-                        start=5,
-                        length=40,
-                        history=(KvShare(instance=0, span=Span(start=0, stop=5)),),
-                    ),
-                )
-            },
-            "takes whole prompts",
-        ),
         ({"bounds": (0, 1, 2, 3, 4)}, r"longest SPT has 1 tokens; allowed are 1 to 1"),
     ],
 )
@@ -132,6 +120,25 @@ def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wha
     plan = CsaPlan.uniform(SERVERS, levels=3, layers=8, micro_partitions=2)
     with pytest.raises(ValueError, match=what):
         job(plan, **fields)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        PrefillPiece(
+            rid=1,
+            start=5,
+            length=40,
+            history=(KvShare(instance=0, span=Span(start=0, stop=5)),),
+        ),
+        PrefillPiece(rid=1, start=0, length=40, last=False),
+    ],
+)
+def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillPiece) -> None:
+    plan = CsaPlan.uniform(SERVERS, levels=3, layers=8, micro_partitions=2)
+    assert job(plan, pieces=(chunk,)).csa == plan
+    with pytest.raises(ConfigError, match="decode_kept_only takes whole prompts"):
+        job(replace(plan, decode_kept_only=True), pieces=(chunk,))
 
 
 def test_a_wrong_plan_is_the_senders_mistake() -> None:

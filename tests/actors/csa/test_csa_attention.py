@@ -11,6 +11,7 @@ from csa_jobs import (
     CsaCase,
     by_brute_force,
     cases,
+    chunks,
     layers_by_brute_force,
     layers_on_ranks,
     on_ranks,
@@ -53,6 +54,31 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], atol: float 
 @given(case=cases())
 def test_equals_the_definition(world: RankWorld, case: CsaCase) -> None:
     assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@several
+@given(case=chunks())
+def test_chunks_equal_the_definition_with_all_history(world: RankWorld, case: CsaCase) -> None:
+    assert_equal(on_ranks(world, case), by_brute_force(case))
+
+
+@several
+@given(case=chunks(dropping=False))
+def test_chunks_are_exact_when_nothing_is_dropped(world: RankWorld, case: CsaCase) -> None:
+    for layer, (got, qkv) in enumerate(zip(on_ranks(world, case), case.qkv(), strict=True)):
+        for piece, rows in zip(case.pieces, prompt_rows(case.lengths), strict=True):
+            q_thd, k_thd, v_thd = (x_thd[rows] for x_thd in qkv)
+            k_before, v_before = case.earlier(piece.rid)[layer]
+            end = piece.start + piece.length
+            want, _ = dense_attention(
+                q_thd,
+                torch.cat((k_before, k_thd)),
+                torch.cat((v_before, v_thd)),
+                q_positions=torch.arange(piece.start, end),
+                k_positions=torch.arange(end),
+                scale=SCALE,
+            )
+            assert_equal([got[rows]], [want])
 
 
 @several

@@ -106,7 +106,7 @@ def check(gang: StrategyRanks, plan: CsaPlan) -> Forward:
         schedule = DropSchedule(
             plan=plan, layers=LAYERS, kv_heads=engine.kv_heads, total_kv_heads=KV_HEADS
         )
-        return Csa(group, schedule, heads=engine.heads, scale=engine.spec.scale)
+        return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
 
     job = job_of(BOUNDS, [LONG, SHORT], strategy="csa", csa=plan)
     sparse, exact_short = brute_force(gang, plan), gang.forwards(job)[1]

@@ -1,0 +1,95 @@
+"""History cut and placed anywhere, under every strategy, against dense forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from csa_jobs import locations, scattered
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from strategy_gangs import LAYERS, Gangs, started_once
+from strategy_ranks import StrategyRanks, job_of
+
+from csps.actors.strategies.choice import strategy_of
+from csps.protocols.csa import CsaPlan
+from csps.protocols.messages import KvShare, PrefillJob, Span
+from csps.protocols.topology import Topology
+
+several = settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    with started_once(tmp_path_factory) as started:
+        yield started
+
+
+@st.composite
+def exact_plans(draw: st.DrawFn, members: int, longest: int) -> CsaPlan:
+    where = draw(locations(members))
+    plan = CsaPlan.uniform(
+        where,
+        levels=draw(st.integers(1, len(Topology.of(where).granularities))),
+        layers=LAYERS,
+        micro_partitions=draw(st.integers(1, min(3, longest))),
+    )
+    return replace(plan, pipelined=draw(st.booleans()))
+
+
+@st.composite
+def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillJob:
+    """Of chunks in the middle of their prompts, on a group of which some may have no rows."""
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    starts = [draw(st.integers(0, 15)) for _ in lengths]
+    cuts = st.integers(0, sum(lengths))
+    inner = sorted(draw(cuts) for _ in range(members - 1))
+    bounds = [0, *inner, sum(lengths)]
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    planned = strategy == "csa" or (strategy.startswith("sp_tp") and draw(st.booleans()))
+    return job_of(
+        bounds,
+        lengths,
+        starts=starts,
+        history=[draw(scattered(start, members)) for start in starts],
+        group=draw(st.permutations(range(members))),
+        strategy=strategy,
+        csa=draw(exact_plans(members, longest)) if planned else None,
+    )
+
+
+def check(gang: StrategyRanks, job: PrefillJob) -> None:
+    forwards = gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        gang.check(job, gang.run(job, strategy_of), forwards)
+    finally:
+        for engine in gang.engines:
+            for piece in job.pieces:
+                engine.pool.free_request(piece.rid)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
+@pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+@several
+@given(data=st.data())
+def test_every_strategy_merges_it(
+    gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
+) -> None:
+    model = data.draw(st.sampled_from(("gqa", "mqa")))
+    check(gangs(model, members, tp), data.draw(jobs(strategy, members)))
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "sp_tp"])
+def test_members_without_heads_hold_it(gangs: Gangs, strategy: str) -> None:
+    """Two of six members own no query head, and have the history."""
+    shares = [
+        KvShare(instance=5, span=Span(start=0, stop=7)),
+        KvShare(instance=4, span=Span(start=7, stop=9)),
+    ]
+    bounds = [0, 9, 14, 30, 30, 40, 48]
+    job = job_of(bounds, [48], starts=[9], history=[shares], strategy=strategy)
+    check(gangs("gqa", 6, 1), job)
