@@ -9,6 +9,8 @@ without touching the others.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,13 +25,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
+_log = logging.getLogger(__name__)
+
 JOIN_DEADLINE = timedelta(seconds=60)
 """For every rank of a group to arrive."""
 PEER_DEADLINE = timedelta(minutes=30)
 """For a peer to reach a collective: longer than the longest prefill job that may run before it.
 A peer that died is noticed at once, so this only ends true hangs."""
+DEVICE_DEADLINE = timedelta(minutes=2)
+"""For an exchange between devices, from the call on: NCCL's watchdog ends the process after it.
+Above the longest layer, and what may overtake it."""
+ABORT_DEADLINE = timedelta(seconds=20)
+"""For NCCL to give up what is under way. It may hang in this itself, and then the process ends."""
 IDLE = timedelta(days=365)
 """For loops that wait for work; they end when the peer dies or the group is closed."""
+ABORT_HANGS = 70
+"""Exit status of a process that ends so."""
 _CLOSE_PROBE = timedelta(milliseconds=1)
 """For a message that never comes, whose timeout closes a gloo group."""
 
@@ -153,9 +164,18 @@ class Pending:
     """
 
     def __init__(
-        self, works: Sequence[Work], tensors: Sequence[Tensor], world: threading.Event | None = None
+        self,
+        works: Sequence[Work],
+        tensors: Sequence[Tensor],
+        world: threading.Event | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
-        self._works = list(works)
+        """
+        Args:
+            in_order: see `Mesh.in_order`.
+        """
+        self._works = [(work, in_order) for work in works]
         self._tensors = list(tensors)
         self._closed = {world} if world is not None else set()
         """Set when the world of one of the operations is closed."""
@@ -171,21 +191,27 @@ class Pending:
         return whole
 
     def wait(self, deadline: timedelta = PEER_DEADLINE) -> None:
-        """Block until all are done; raises PeerLost when a peer died or is too late."""
-        with _with_peer():
-            for work in self._works:
-                work.wait(deadline)
-            if any(world.is_set() for world in self._closed):
-                # What was under way in an aborted NCCL group ends like a success, with garbage.
-                raise RuntimeError("the group was closed")
+        """Block until all are done; raises PeerLost when a peer died or is too late.
+
+        Where exchanges are in order the current stream waits and not the host, and the deadline is
+        the watchdog's: a wait with a deadline would poll on the host.
+        """
+        self.hold_up(deadline)
         self._works.clear()
         self._tensors.clear()
 
-    def hold_up(self) -> None:
-        """On CUDA, let the current stream wait. Other than after `wait` another stream may do so
-        too, and the tensors stay: only the stream that they belong to may give them back."""
-        for work in self._works:
-            work.wait(PEER_DEADLINE)
+    def hold_up(self, deadline: timedelta = PEER_DEADLINE) -> None:
+        """`wait`, but another stream may wait for the same as well, and the tensors stay: only the
+        stream that they belong to may give them back."""
+        with _with_peer():
+            for work, in_order in self._works:
+                if in_order:
+                    work.wait()
+                else:
+                    work.wait(deadline)
+            if any(world.is_set() for world in self._closed):
+                # What was under way in an aborted NCCL group ends like a success, with garbage.
+                raise RuntimeError("the group was closed")
 
 
 @dataclass(frozen=True)
@@ -258,12 +284,16 @@ class Mesh:
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
         self._count(peer, tensor)
-        return Pending([self._group_of(tensor).send([tensor], peer, tag)], [tensor], self._closed)
+        return self._alone(tensor, self._group_of(tensor).send([tensor], peer, tag))
 
     @_with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
-        return Pending([self._group_of(tensor).recv([tensor], peer, tag)], [tensor], self._closed)
+        return self._alone(tensor, self._group_of(tensor).recv([tensor], peer, tag))
+
+    def _alone(self, tensor: Tensor, work: Work) -> Pending:
+        in_order = self._in_groups and self._group_of(tensor) is self._data
+        return Pending([work], [tensor], self._closed, in_order=in_order)
 
     def _group_of(self, tensor: Tensor) -> Group:
         return self._data if tensor.is_cuda == self._cuda else self._control
@@ -328,7 +358,7 @@ class Mesh:
         works = [self._data._end_coalescing()]
         tensors = [tensor for _, tensor in (*recvs, *sends)]
         return GeneratedResponse(
-            received=Pending(works, tensors, self._closed), sent=Pending([], [])
+            received=Pending(works, tensors, self._closed, in_order=True), sent=Pending([], [])
         )
 
     def close(self) -> None:
@@ -336,7 +366,7 @@ class Mesh:
         self._closed.set()
         _close_gloo(self._control, self.rank, self.world_size)
         if self._in_groups:
-            self._data.abort()
+            _abort(self._data)
         else:
             _close_gloo(self._data, self.rank, self.world_size)
 
@@ -345,29 +375,46 @@ class InstanceGroup:
     """The tensor-parallel ranks of one instance, which sum partial results."""
 
     def __init__(
-        self, store: Store, *, name: str, rank: int, size: int, device: str, host: str
+        self,
+        store: Store,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        device: str,
+        host: str,
+        data_group: GroupMaker | None = None,
     ) -> None:
+        """
+        Args:
+            data_group: as a mesh's.
+        """
         self.rank, self.size = rank, size
-        self._cuda = torch.device(device).type == "cuda"
+        cuda = torch.device(device).type == "cuda"
+        self._in_order = cuda or data_group is not None
+        self._closed = threading.Event()
         self._group: Group | None = None
         if size > 1:
-            scoped = PrefixStore(name, store)
-            make = _nccl if self._cuda else _gloo
-            self._group = make(scoped, rank, size, host)
+            make = data_group or (_nccl if cuda else _gloo)
+            self._group = make(PrefixStore(name, store), rank, size, host)
+            if self._in_order:
+                self._group.eager_connect_single_device(torch.device(device))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the instance, in place."""
         if self._group is not None and tensor.numel():
             with _with_peer():
-                self._group.allreduce([tensor]).wait(PEER_DEADLINE)
+                work = self._group.allreduce([tensor])
+            Pending([work], [tensor], self._closed, in_order=self._in_order).wait()
         return tensor
 
     def close(self) -> None:
         """Leave the group: pending sums fail, here and at the other ranks."""
         if self._group is None:
             return
-        if self._cuda:
-            self._group.abort()
+        self._closed.set()
+        if self._in_order:
+            _abort(self._group)
         else:
             _close_gloo(self._group, self.rank, self.size)
 
@@ -384,9 +431,23 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Group:
 
 
 def _nccl(store: Store, rank: int, size: int, host: str) -> Group:
+    # Gang and instance share a device: their kernels run in the order of the host's calls, which
+    # is the same on every rank. Without this each stream has an order of its own, and two ranks
+    # that run the two communicators' kernels in different ones wait for each other.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = PEER_DEADLINE
+    options._timeout = DEVICE_DEADLINE
     return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def _abort(group: Group) -> None:
+    """End what is under way on the device, or this process."""
+    aborting = threading.Thread(target=group.abort, name="abort", daemon=True)
+    aborting.start()
+    aborting.join(ABORT_DEADLINE.total_seconds())
+    if aborting.is_alive():
+        _log.critical("a group's abort took more than %s: the process ends", ABORT_DEADLINE)
+        os._exit(ABORT_HANGS)
 
 
 def _close_gloo(group: Group, rank: int, size: int) -> None:

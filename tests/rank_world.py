@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from strict_group import strict
 from torch.distributed import HashStore
 
 from csps.actors.job_clock import JobClock
@@ -17,6 +18,7 @@ from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import PrefillJob
 
 T = TypeVar("T")
+STRICT = strict()
 DEADLINE_S = 60.0
 
 
@@ -45,8 +47,8 @@ def _inference(task: Callable[[int], T], rank: int) -> T:
 
 
 @contextmanager
-def rank_world(ranks: int, data_group: GroupMaker | None = None) -> Iterator[RankWorld]:
-    """A world of ranks; at its end they leave."""
+def rank_world(ranks: int, data_group: GroupMaker | None = STRICT) -> Iterator[RankWorld]:
+    """A world of ranks, held to NCCL's rules, or with plain gloo (None); at its end they leave."""
     store = HashStore()
 
     def join(rank: int) -> Mesh:

@@ -7,9 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from rank_world import STRICT
 from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
+from csps.actors.mesh import GroupMaker
 from csps.protocols.messages import KvShare, Span
 
 LAYERS = 3
@@ -26,8 +28,11 @@ Gangs = Callable[[str, int, int], StrategyRanks]
 
 
 @contextmanager
-def started_once(folders: pytest.TempPathFactory) -> Iterator[Gangs]:
-    """Starts each gang when it is first asked for, and closes all on the way out."""
+def started_once(
+    folders: pytest.TempPathFactory, data_group: GroupMaker | None = STRICT
+) -> Iterator[Gangs]:
+    """Starts each gang when it is first asked for, and closes all on the way out; with plain gloo
+    (None) clocks and timelines tell when exchanges ended."""
     started: dict[tuple[str, int, int], StrategyRanks] = {}
     with ExitStack() as stack:
 
@@ -36,7 +41,9 @@ def started_once(folders: pytest.TempPathFactory) -> Iterator[Gangs]:
             if key not in started:
                 config = {"num_hidden_layers": LAYERS, **MODELS[model]}
                 path = make_checkpoint(folders.mktemp(model), **config)
-                started[key] = stack.enter_context(strategy_ranks(path, instances=instances, tp=tp))
+                started[key] = stack.enter_context(
+                    strategy_ranks(path, instances=instances, tp=tp, data_group=data_group)
+                )
             return started[key]
 
         yield gang

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from dense_reference import dense_attention
-from rank_world import RankWorld, rank_world
+from rank_world import STRICT, RankWorld, rank_world
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -22,7 +22,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import InstanceGroup
+from csps.actors.mesh import GroupMaker, InstanceGroup
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.strategy import Strategy
 from csps.models.loading import load_network
@@ -176,11 +176,14 @@ class StrategyRanks:
 
 
 @contextmanager
-def strategy_ranks(model: Path, *, instances: int, tp: int = 1) -> Iterator[StrategyRanks]:
-    """A gang of so many instances, closed on the way out."""
+def strategy_ranks(
+    model: Path, *, instances: int, tp: int = 1, data_group: GroupMaker | None = STRICT
+) -> Iterator[StrategyRanks]:
+    """A gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on the
+    way out."""
     layout = GangLayout(world_size=instances * tp, tp=tp)
     store = HashStore()
-    with rank_world(layout.world_size) as world:
+    with rank_world(layout.world_size, data_group) as world:
 
         def build(rank: int) -> tuple[Engine, InstanceGroup]:
             group = InstanceGroup(
@@ -190,6 +193,7 @@ def strategy_ranks(model: Path, *, instances: int, tp: int = 1) -> Iterator[Stra
                 size=tp,
                 device="cpu",
                 host="127.0.0.1",
+                data_group=data_group,
             )
             return _engine(model, world, layout, rank, group), group
 

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from csps.actors.mesh import Group, GroupMaker, _gloo
 
-HANG = timedelta(seconds=20)
+HANG = timedelta(seconds=40)
 """For one call to end; longer means that calls wait for each other across ranks."""
 
 
@@ -47,8 +47,6 @@ class Rule(Enum):
 
 
 EVERY_RULE = frozenset(Rule)
-HELD = EVERY_RULE - {Rule.NO_DEADLINE}
-"""Those that exchanges keep today; `tests/actors/test_strict_group.py` names what breaks others."""
 
 
 class BrokenRule(AssertionError):
@@ -56,21 +54,30 @@ class BrokenRule(AssertionError):
 
 
 class _Call:
-    """Sends and receives that end together."""
+    """Sends and receives that end together, or one sum."""
 
     def __init__(self) -> None:
         self.sends: list[tuple[Tensor, int]] = []
         self.recvs: list[tuple[Tensor, int]] = []
+        self.sums: list[Tensor] = []
+        """Of all ranks, in place."""
+        self.terms: list[Tensor] = []
+        """This rank's."""
         self.done: Future[list[Tensor] | None] = Future()
         """What was received; the host sees it when it has waited."""
         self.forwarded: dict[int, tuple[_Call, int]] = {}
         """By place among the sends, what is received by this receive of an earlier call, for which
         the host has not waited."""
 
+    @property
+    def rooms(self) -> list[Tensor]:
+        """What is written."""
+        return [*(room for room, _ in self.recvs), *self.sums]
+
     def holding(self, tensor: Tensor) -> int | None:
         """The receive that writes the tensor's memory."""
         begin, end = _memory(tensor)
-        for place, (room, _) in enumerate(self.recvs):
+        for place, room in enumerate(self.rooms):
             first, last = _memory(room)
             if first <= begin and end <= last:
                 return place
@@ -82,7 +89,7 @@ class _Call:
         staged = self.done.result(0)
         if staged is None:  # aborted
             return tensor
-        begin = (tensor.data_ptr() - self.recvs[place][0].data_ptr()) // tensor.itemsize
+        begin = (tensor.data_ptr() - self.rooms[place].data_ptr()) // tensor.itemsize
         return staged[place].view(-1)[begin : begin + tensor.numel()]
 
 
@@ -106,7 +113,7 @@ class StrictWork:
             self._delivered = True
             self._group.ended(self)
             with torch.inference_mode():  # whoever waits writes tensors of either kind
-                for (room, _), arrived in zip(self.call.recvs, staged or (), strict=False):
+                for room, arrived in zip(self.call.rooms, staged or (), strict=False):
                     room.copy_(arrived)
         return True
 
@@ -125,7 +132,7 @@ class StrictGroup:
         self._lock = threading.Lock()
         self._joined = False
         self._aborted = threading.Event()
-        self._line: SimpleQueue[_Call] = SimpleQueue()
+        self._line: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=self._work, name="strict group", daemon=True).start()
 
     # --- what a program calls --------------------------------------------------------------
@@ -137,6 +144,14 @@ class StrictGroup:
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StrictWork:
         """Part of the open group, or a call of its own."""
         return self._add(tensors[0], peer, lambda call: call.recvs)
+
+    def allreduce(self, tensors: list[Tensor]) -> StrictWork:
+        """A call of its own."""
+        assert self._open is None, "a sum inside a group"
+        self._check_device(tensors[0])
+        call = _Call()
+        call.sums += tensors
+        return self._launch(call)
 
     def _start_coalescing(self) -> None:
         assert self._open is None, "a group inside a group"
@@ -160,6 +175,7 @@ class StrictGroup:
                     self._inner.recv([torch.empty(1)], peer, 99).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     continue
+        self._line.put(None)
 
     # --- what is held ----------------------------------------------------------------------
 
@@ -176,12 +192,15 @@ class StrictGroup:
     def _add(
         self, tensor: Tensor, peer: int, side: Callable[[_Call], list[tuple[Tensor, int]]]
     ) -> StrictWork:
-        wrong = tensor.device.type != "cpu" or not tensor.is_contiguous()
-        self.check(Rule.DEVICE, wrong, f"a tensor on {tensor.device}, strides {tensor.stride()}")
+        self._check_device(tensor)
         call = self._open or _Call()
         side(call).append((tensor, peer))
         # Parts of a group have no work of their own in NCCL either.
         return StrictWork(self, call) if self._open is not None else self._launch(call)
+
+    def _check_device(self, tensor: Tensor) -> None:
+        wrong = tensor.device.type != "cpu" or not tensor.is_contiguous()
+        self.check(Rule.DEVICE, wrong, f"a tensor on {tensor.device}, strides {tensor.stride()}")
 
     def _launch(self, call: _Call) -> StrictWork:
         work = StrictWork(self, call)
@@ -195,9 +214,13 @@ class StrictGroup:
         if Rule.ALL_RANKS_FIRST in self._rules:
             self._join()
         with torch.inference_mode():
-            for room, _ in call.recvs:
+            call.terms = [tensor.clone() for tensor in call.sums]
+            for room in call.rooms:
                 room.fill_(torch.nan if room.is_floating_point() else 1)
-        self._line.put(call)
+        if self._aborted.is_set():
+            call.done.set_result(None)
+        else:
+            self._line.put(call)
         return work
 
     def _forward(self, call: _Call) -> None:
@@ -223,8 +246,7 @@ class StrictGroup:
     # --- the communicator's line -----------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            call = self._line.get()
+        while (call := self._line.get()) is not None:
             try:
                 call.done.set_result(self._run(call))
             except RuntimeError as error:
@@ -234,6 +256,9 @@ class StrictGroup:
                     call.done.set_exception(error)
 
     def _run(self, call: _Call) -> list[Tensor]:
+        if call.sums:
+            self._inner.allreduce(call.terms).wait(HANG)
+            return call.terms
         staged = [torch.empty_like(room) for room, _ in call.recvs]
         works = [
             self._inner.recv([room], peer, 0)
@@ -250,7 +275,7 @@ class StrictGroup:
 
 
 def strict(rules: Sequence[Rule] | frozenset[Rule] = EVERY_RULE) -> GroupMaker:
-    """Makes a mesh's group of data, held to the rules."""
+    """Makes a mesh's group of data, or an instance's, held to the rules."""
 
     def make(store: Store, rank: int, size: int, host: str) -> Group:
         inner = _gloo(store, rank, size, host)

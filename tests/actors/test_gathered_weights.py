@@ -28,6 +28,12 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
         yield started
 
 
+@pytest.fixture(scope="module")
+def gloo_gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    with started_once(tmp_path_factory, data_group=None) as started:
+        yield started
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_gathered_layers_are_the_whole_ones(gangs: Gangs, model: str, tp: int) -> None:
@@ -78,14 +84,14 @@ def test_history_wherever_it_lies(gangs: Gangs, tp: int) -> None:
 
 @pytest.mark.parametrize(("instances", "tp"), [(1, 2), (2, 2)])
 def test_weights_travel_while_the_layer_before_computes(
-    gangs: Gangs, instances: int, tp: int
+    gloo_gangs: Gangs, instances: int, tp: int
 ) -> None:
     def noted(group: SpGroup, engine: Engine) -> GatheredWeights:
         group.clock.timeline = Timeline(on=True)
         return GatheredWeights(group, engine)
 
     job = job_of([0, 21, 48] if instances == 2 else [0, 48], [5, 40, 3])
-    for result in gangs("gqa", instances, tp).run(job, noted):
+    for result in gloo_gangs("gqa", instances, tp).run(job, noted):
         events = result.clock.timeline.events
         gathers = {e.layer: e.start_ns for e in events if e.name == "all-gather"}
         # Nothing is fetched ahead for the last layer, which a rank computes without a strategy.

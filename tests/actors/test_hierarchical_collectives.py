@@ -278,5 +278,5 @@ def test_dead_peer_is_an_error_and_not_a_hang() -> None:
         finally:
             mesh.close()
 
-    with rank_world(4) as world:
+    with rank_world(4, None) as world:
         case.on_members(world, gather)

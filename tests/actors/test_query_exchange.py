@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mesh_threads import on_ranks
 from property_examples import examples
-from strict_group import HELD, strict
+from strict_group import strict
 from torch import Tensor
 
 from csps.actors.mesh import GroupMaker, Mesh, Tag
@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ranks, tuple(draw(rank) for _ in holders), tuple(map(tuple, holders)))
 
 
-@pytest.mark.parametrize("data_group", [None, strict(HELD)], ids=["gloo", "strict"])
+@pytest.mark.parametrize("data_group", [None, strict()], ids=["gloo", "strict"])
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
 def test_equals_dense_attention(case: Case, data_group: GroupMaker | None) -> None:

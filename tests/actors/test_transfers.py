@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import cast
 
 import pytest
@@ -235,7 +234,7 @@ def test_arrivals_of_one_tag_are_noticed_while_another_ones_are_yet_to_come() ->
 class _Work:
     """An NCCL operation: waiting returns at once."""
 
-    def wait(self, deadline: timedelta) -> bool:
+    def wait(self) -> bool:
         return True
 
 
@@ -252,7 +251,9 @@ class _CudaMesh:
         tag: Tag,
     ) -> GeneratedResponse:
         work, tensors = cast(Work, _Work()), [tensor for _, tensor in (*sends, *recvs)]
-        return GeneratedResponse(received=Pending([work], tensors), sent=Pending([], []))
+        return GeneratedResponse(
+            received=Pending([work], tensors, in_order=True), sent=Pending([], [])
+        )
 
 
 def on_cuda() -> Transfers:

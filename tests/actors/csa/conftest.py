@@ -10,3 +10,10 @@ from rank_world import RankWorld, rank_world
 def world() -> Iterator[RankWorld]:
     with rank_world(8) as threads:
         yield threads
+
+
+@pytest.fixture(scope="session")
+def gloo_world() -> Iterator[RankWorld]:
+    """Whose clocks and timelines tell when exchanges ended."""
+    with rank_world(4, None) as threads:
+        yield threads

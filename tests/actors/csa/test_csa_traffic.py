@@ -95,11 +95,11 @@ def test_one_level_sends_what_exact_attention_over_heads_sends(world: RankWorld)
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
-    world: RankWorld, pipelined: bool
+    gloo_world: RankWorld, pipelined: bool
 ) -> None:
     case = two_servers(((0.5,), (0.75,)), micro=2).with_plan(pipelined=pipelined)
     clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
-    on_ranks(world, case, clocks)
+    on_ranks(gloo_world, case, clocks)
     cuts = range(2) if pipelined else range(1)
     for clock in clocks.values():
         seen = {(e.name, e.layer, e.level, e.micro) for e in clock.timeline.events}
@@ -119,11 +119,11 @@ def test_the_timeline_shows_every_phase_by_layer_level_and_micro_partition(
         assert (clock.hidden == 0) or pipelined
 
 
-def test_every_exchange_of_a_pipelined_job_can_be_drawn(world: RankWorld) -> None:
+def test_every_exchange_of_a_pipelined_job_can_be_drawn(gloo_world: RankWorld) -> None:
     """Exchanges of a kind are under way together, and end one after the other."""
     case = two_servers(((0.5,), (0.75,)), micro=3)
     clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
-    on_ranks(world, case, clocks)
+    on_ranks(gloo_world, case, clocks)
     for rank, clock in clocks.items():
         trace = chrome_trace(clock.timeline.events, rank=rank)
         assert crossings(trace) == []
@@ -204,10 +204,10 @@ class _Watched(JobClock):
         self.given.append(time.time_ns())
 
 
-def test_levels_and_second_all_to_alls_are_in_order(world: RankWorld) -> None:
+def test_levels_and_second_all_to_alls_are_in_order(gloo_world: RankWorld) -> None:
     case = two_servers(((0.5,), (0.75,)), micro=3)
     clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
-    on_ranks(world, case, clocks)
+    on_ranks(gloo_world, case, clocks)
     for clock in clocks.values():
         returns = [e for e in clock.timeline.events if e.name == "second all-to-all"]
         returns.sort(key=lambda event: event.start_ns)
