@@ -15,8 +15,8 @@ from csps.services.cluster.configurator import Configurator
 from csps.services.cluster.gangs import GangRank
 from csps.services.cluster.registry import Registry
 from csps.services.launch.credentials import cluster_secret
-from csps.services.launch.replicas import only_one
-from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
+from csps.services.launch.replicas import GANGS, only_one
+from csps.services.launch.settings import AnyGang, Settings
 from csps.services.router.deployment import Router
 
 MANY = 100_000
@@ -32,7 +32,8 @@ GRACE_S = 10.0
 
 
 def build(settings: Settings) -> Application:
-    """One cell: router (ingress), configurator, registry, prefill gang and decode gang.
+    """One cell: router (ingress), configurator, registry, and prefill and decode gangs or an
+    elastic one.
 
     Raises:
         ConfigError: a setting names something that does not exist.
@@ -40,15 +41,14 @@ def build(settings: Settings) -> Application:
     settings = settings.resolved()
     secret = cluster_secret()
     registry = _shell(Registry, "Registry", settings).bind()
-    prefill = _gang("PrefillGang", settings, settings.prefill).bind(
-        "prefill", settings, secret, registry
-    )
-    decode = _gang("DecodeGang", settings, settings.decode).bind(
-        "decode", settings, secret, registry
+    gangs = tuple(
+        _gang(name, settings, settings.gangs[role]).bind(role, settings, secret, registry)
+        for name, role in GANGS.items()
+        if role in settings.gangs
     )
     configurator = _shell(Configurator, "Configurator", settings).bind(settings, secret)
     router = _shell(Router, "Router", settings, ingress=True)
-    return router.bind(settings, secret, registry, configurator, gangs=(prefill, decode))
+    return router.bind(settings, secret, registry, configurator, gangs=gangs)
 
 
 def _shell(cls: type, name: str, settings: Settings, *, ingress: bool = False) -> serve.Deployment:
@@ -74,9 +74,7 @@ def one_loop() -> dict[str, Any]:
     return {"runtime_env": {**given, "env_vars": {**given.get("env_vars", {}), **ONE_LOOP}}}
 
 
-def _gang(
-    name: str, settings: Settings, section: PrefillSettings | DecodeSettings
-) -> serve.Deployment:
+def _gang(name: str, settings: Settings, section: AnyGang) -> serve.Deployment:
     resources: dict[str, Any] = {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus}
     make = serve.deployment(
         name=name,

@@ -25,7 +25,7 @@ from csps.services.cluster.ray_generations import RayGenerations, application_na
 from csps.services.cluster.registration import Registration
 from csps.services.cluster.registry import Registry, wait_for_store
 from csps.services.launch.credentials import ClusterSecret
-from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
+from csps.services.launch.settings import Settings
 from csps.services.telemetry import tracing
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
     """What the settings say about one rank."""
     from csps.actors.rank import RankConfig
 
-    section = gang_section(role, settings)
+    section = settings.gangs[role]
     check_gpus(settings)
     return RankConfig(
         model_dir=str(settings.model_dir),
@@ -110,11 +110,6 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         location=location(role, settings, gang.rank),
         max_positions=settings.max_positions,
     )
-
-
-def gang_section(role: GangRole, settings: Settings) -> PrefillSettings | DecodeSettings:
-    """The part of the settings that is about a role."""
-    return settings.prefill if role == "prefill" else settings.decode
 
 
 def location(role: GangRole, settings: Settings, rank: int) -> str:
@@ -151,14 +146,16 @@ def check_gpus(settings: Settings) -> None:
     Raises:
         ConfigError: `device` and `num_gpus` do not say so.
     """
-    prefill, decode = settings.prefill.num_gpus, settings.decode.num_gpus
-    if settings.device == "cpu" or (settings.device == "auto" and prefill == decode == 0):
+    counts = {role: section.num_gpus for role, section in settings.gangs.items()}
+    if settings.device == "cpu" or (settings.device == "auto" and not any(counts.values())):
         return
-    for role, count in (("prefill", prefill), ("decode", decode)):
+    for role, count in counts.items():
         if count < 1:
+            every = " and ".join(f"{it}.num_gpus" for it in counts)
+            both = ", in both gangs" if len(counts) > 1 else ""
             raise ConfigError(
-                f"{role}.num_gpus is {count:g}: ranks on GPUs need one each, in both gangs; "
-                f"set prefill.num_gpus and decode.num_gpus to 1, or device to cpu"
+                f"{role}.num_gpus is {count:g}: ranks on GPUs need one each{both}; "
+                f"set {every} to 1, or device to cpu"
             )
 
 

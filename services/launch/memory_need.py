@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from csps.models.spec import ModelSpec, read_spec, share_of
 from csps.protocols.gang_members import GangRole
-from csps.services.cluster.gangs import gang_section, resolve_device
+from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.model_check import rank_parameters
 from csps.services.launch.settings import Settings
 
@@ -64,7 +64,7 @@ class MemoryNeed:
 
 
 def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
-    """What both gangs and everything around them need.
+    """What all gangs and everything around them need.
 
     Args:
         ray_runs: its memory is taken already.
@@ -72,12 +72,14 @@ def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
     Raises:
         ConfigError: the model cannot be served.
     """
-    need = _gang_need("prefill", settings) + _gang_need("decode", settings)
+    need = MemoryNeed(ranks=0)
+    for role in settings.gangs:
+        need += _gang_need(role, settings)
     return need if ray_runs else replace(need, ray=RAY_BYTES)
 
 
 def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
-    section = gang_section(role, settings)
+    section = settings.gangs[role]
     if resolve_device(settings.device, section.num_gpus) != "cpu":
         return MemoryNeed(ranks=section.ranks)  # the rest lies in the GPUs' own memory
     number_bytes = DTYPE_BYTES[settings.dtype]
@@ -87,7 +89,7 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
         ranks=section.ranks,
         weights=section.ranks * rank_parameters(role, settings) * number_bytes,
         kv_cache=slots_bytes * _kv_numbers(spec, section.tp),
-        activations=slots_bytes * _row_numbers(spec, section.tp) if role == "prefill" else 0,
+        activations=slots_bytes * _row_numbers(spec, section.tp) if role != "decode" else 0,
     )
 
 

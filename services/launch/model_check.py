@@ -15,7 +15,6 @@ from csps.models.spec import read_spec
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_members import GangRole
-from csps.services.cluster.gangs import gang_section
 from csps.services.launch.settings import Settings
 
 
@@ -31,8 +30,8 @@ def check_model(settings: Settings) -> None:
         Tokenizer(settings.model_dir)
         read_chat_template(settings.model_dir)
         count_parameters(settings.model_dir)
-    rank_parameters("prefill", settings)
-    rank_parameters("decode", settings)
+    for role in settings.gangs:
+        rank_parameters(role, settings)
 
 
 def rank_parameters(role: GangRole, settings: Settings) -> int:
@@ -42,7 +41,7 @@ def rank_parameters(role: GangRole, settings: Settings) -> int:
         ConfigError: it cannot; see `check_model`.
     """
     with _one_line(f"{role}.tp"):
-        return count_parameters(settings.model_dir, tp_size=gang_section(role, settings).tp)
+        return count_parameters(settings.model_dir, tp_size=settings.gangs[role].tp)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from ray import serve
 
 from csps.protocols.errors import ConfigError, abridged
 from csps.protocols.gang_members import GangRole
-from csps.services.cluster.gangs import gang_section
 from csps.services.launch.settings import Settings
 
 ONE_OF_EACH = {
@@ -18,8 +17,13 @@ ONE_OF_EACH = {
     "Configurator": "the router talks to one",
 }
 """Deployments with one replica, and why."""
-GANGS: dict[str, GangRole] = {"PrefillGang": "prefill", "DecodeGang": "decode"}
-"""Deployments with a replica for each rank, and the section that counts them."""
+GANGS: dict[str, GangRole] = {
+    "PrefillGang": "prefill",
+    "DecodeGang": "decode",
+    "ElasticGang": "elastic",
+}
+"""Deployments with a replica for each rank, and the section that counts them. A cell has those
+whose section is there."""
 SCALE_OUT = "deploy more cells behind a load balancer to serve more requests"
 
 
@@ -30,7 +34,7 @@ def check_override(deployment: Mapping[str, Any], settings: Settings) -> None:
         ConfigError: it does not, and why it must.
     """
     name = str(deployment.get("name"))
-    if name not in ONE_OF_EACH and name not in GANGS:
+    if name not in ONE_OF_EACH and GANGS.get(name) not in settings.gangs:
         return  # Serve knows of no such deployment, and says so
     if deployment.get("autoscaling_config") is not None:
         raise ConfigError(f"{name}.autoscaling_config: {_reason(name)}")
@@ -63,7 +67,7 @@ def _refusal(name: str, count: object) -> ConfigError:
 
 
 def _count(name: str, settings: Settings) -> int:
-    return gang_section(GANGS[name], settings).ranks if name in GANGS else 1
+    return settings.gangs[GANGS[name]].ranks if name in GANGS else 1
 
 
 def _reason(name: str) -> str:

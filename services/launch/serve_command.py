@@ -86,7 +86,7 @@ def check_config(config_path: Path) -> None:
     config = read_config(config_path)
     settings = config.settings
     check_model(settings)
-    ranks = f"{settings.prefill.ranks} prefill and {settings.decode.ranks} decode ranks"
+    ranks = " and ".join(f"{gang.ranks} {role}" for role, gang in settings.gangs.items()) + " ranks"
     _say(f"{config_path} is fine: '{settings.model_name}' on {ranks}, at {config.url}")
 
 

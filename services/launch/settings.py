@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.gang_members import GangRole
 from csps.protocols.topology import Topology
-from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.policies.choice import check_pairing, make_policy
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,7 +41,7 @@ class Section(BaseModel):
 
 
 class GangSettings(Section):
-    """What both gangs have: so many copies of the weights, in so many processes."""
+    """What all gangs have: so many copies of the weights, in so many processes."""
 
     instances: Count = 2
     """Copies of the weights; one request may use any number of them."""
@@ -77,6 +78,20 @@ class DecodeSettings(GangSettings):
     """Tokens whose KV an instance can hold; a request may be spread over several."""
     silence_deadline_s: Seconds = 120.0
     """A gang is replaced when it owes tokens or slots and was silent for so long."""
+
+
+class ElasticSettings(GangSettings):
+    """One gang that computes prompts and draws tokens, in place of the other two."""
+
+    kv_slots: Count = 65_536
+    """Tokens whose KV an instance can hold; a request may be spread over several."""
+    progress_deadline_s: Seconds = 180.0
+    """As of a gang that prefills."""
+    silence_deadline_s: Seconds = 120.0
+    """As of a gang that decodes."""
+
+
+AnyGang = PrefillSettings | DecodeSettings | ElasticSettings
 
 
 class SchedulingSettings(Section):
@@ -167,6 +182,8 @@ class TopologySettings(Section):
     all taken for one server, 0-0."""
     decode: tuple[str, ...] = ()
     """The same of the decode gang."""
+    elastic: tuple[str, ...] = ()
+    """The same of the elastic gang."""
     link_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """How much longer a byte takes from server to server than inside one, for the choice between
     strategies. 1, a byte is a byte, is how the paper counts; nobody has measured the links yet,
@@ -174,7 +191,7 @@ class TopologySettings(Section):
 
 
 class Settings(Section):
-    """One cell: a router, a configurator, a prefill gang and a decode gang."""
+    """One cell: a router, a configurator, and prefill and decode gangs or an elastic one."""
 
     model: str = "needle"
     """Hugging Face checkpoint directory, or the name of a model shipped in `models/`."""
@@ -198,6 +215,8 @@ class Settings(Section):
     Where it is missing, the coefficients that come with csps stand in."""
     prefill: PrefillSettings = PrefillSettings()
     decode: DecodeSettings = DecodeSettings()
+    elastic: ElasticSettings | None = None
+    """One gang for both, in place of `prefill` and `decode`; not every policy can use it."""
     scheduling: SchedulingSettings = SchedulingSettings()
     queue: QueueSettings = QueueSettings()
     http: HttpSettings = HttpSettings()
@@ -206,10 +225,44 @@ class Settings(Section):
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
-    def _topology_fits_the_gangs(self) -> Self:
-        _check_locations("prefill", self.topology.prefill, self.prefill)
-        _check_locations("decode", self.topology.decode, self.decode)
+    def _a_pair_or_an_elastic_gang(self) -> Self:
+        given = [name for name in ("prefill", "decode") if name in self.model_fields_set]
+        if self.elastic is not None and given:
+            raise ValueError(
+                f"elastic is a gang in place of prefill and decode: leave {' and '.join(given)} out"
+            )
+        try:
+            check_pairing(self.scheduling.policy, "pair" if self.elastic is None else "elastic")
+        except ConfigError as error:
+            raise ValueError(f"scheduling: {error}") from None
         return self
+
+    @model_validator(mode="after")
+    def _topology_fits_the_gangs(self) -> Self:
+        for role in get_args(GangRole):
+            locations = getattr(self.topology, role)
+            if role in self.gangs:
+                _check_locations(role, locations, self.gangs[role])
+            elif locations:
+                raise ValueError(f"topology.{role}: there is no {role} gang")
+        return self
+
+    @property
+    def gangs(self) -> dict[GangRole, AnyGang]:
+        """Those of the cell, by what they do."""
+        if self.elastic is not None:
+            return {"elastic": self.elastic}
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def prefilling(self) -> PrefillSettings | ElasticSettings:
+        """The gang that computes prompts."""
+        return self.elastic or self.prefill
+
+    @property
+    def decoding(self) -> DecodeSettings | ElasticSettings:
+        """The gang that draws tokens."""
+        return self.elastic or self.decode
 
     @classmethod
     def model_validate(cls, obj: Any, **kwargs: Any) -> Self:

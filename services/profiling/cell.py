@@ -24,7 +24,7 @@ from csps.protocols.messages import (
     Tokens,
 )
 from csps.protocols.schema import pack, unpack
-from csps.services.cluster.gangs import gang_section, resolve_device
+from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.settings import Settings
 from csps.services.profiling.rank_processes import RankProcesses
 
@@ -165,11 +165,11 @@ def _by_role(
 
 
 def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
-    """As Serve's replicas are told, all on one server."""
-    section = gang_section(role, settings)
+    """As Serve's replicas are told, all on one server; of an elastic gang, each half by itself."""
+    section = settings.decoding if role == "decode" else settings.prefilling
     gang_id = f"{role}-{secrets.token_hex(4)}"
     # On GPUs a rank's number is that of its GPU; the decode gang's come after the prefill gang's.
-    first = settings.prefill.ranks if role == "decode" else 0
+    first = settings.prefilling.ranks if role == "decode" else 0
     return [
         RankConfig(
             model_dir=str(settings.model_dir),

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def _links(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:
-    device = resolve_device(settings.device, settings.prefill.num_gpus)
+    device = resolve_device(settings.device, settings.prefilling.num_gpus)
     load, sizes = os.getloadavg()[0], QUICK_SIZES if quick else SIZES
     _say(f"two ranks of this machine, {len(sizes)} sizes; measurements are kept in {base.path}")
     for size, seconds in (await measure_link(sizes, host="127.0.0.1", device=device)).items():

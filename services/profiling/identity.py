@@ -24,10 +24,9 @@ def identity_of(settings: Settings) -> Identity:
     Raises:
         ConfigError: there is no such model.
     """
-    prefill, decode = settings.prefill, settings.decode
     cores = os.cpu_count() or 1
-    threads = prefill.ranks * prefill.threads + decode.ranks * decode.threads
-    on_gpu = resolve_device(settings.device, prefill.num_gpus) == "cuda"
+    threads = sum(gang.ranks * gang.threads for gang in settings.gangs.values())
+    on_gpu = resolve_device(settings.device, settings.prefilling.num_gpus) == "cuda"
     return Identity(
         weights=weights_digest(settings.model_dir),
         dtype=settings.dtype,

@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from csps.configurator.scaling_information_base import ScalingInformationBase, StepRow
 from csps.models.spec import read_spec
-from csps.services.launch.settings import DecodeSettings, PrefillSettings, Settings
+from csps.services.launch.settings import AnyGang, Settings
 from csps.services.profiling.cell import Cell, open_cell
 from csps.services.profiling.fitting import DECODE, EXACT
 from csps.services.profiling.plan import DecodeRun, Limits, StepRun, decode_runs, step_runs
@@ -78,13 +78,13 @@ class StepProfile:
         does not disturb one point every time. By turns of both kinds, so that a profile that is cut
         short has something of each."""
         quick, settings = self._effort.quick, self._settings
-        steps = step_runs(self._limits(settings.prefill), quick=quick)
+        steps = step_runs(self._limits(settings.prefilling), quick=quick)
         decodes = decode_runs(
-            self._limits(settings.decode),
+            self._limits(settings.decoding),
             quick=quick,
             answer=self._effort.iterations,
             max_batch=MAX_BATCH,
-            max_prompt=settings.prefill.instances * (settings.prefill.kv_slots - 1),
+            max_prompt=settings.prefilling.instances * (settings.prefilling.kv_slots - 1),
         )
         known = Counter() if self._effort.again else Counter(map(_key, self._base.rows(StepRow)))
         turns = [run for pair in zip_longest(steps, decodes) for run in pair if run is not None]
@@ -95,7 +95,7 @@ class StepProfile:
             if known[self._last_key(run)] < number
         ]
 
-    def _limits(self, gang: PrefillSettings | DecodeSettings) -> Limits:
+    def _limits(self, gang: AnyGang) -> Limits:
         longest = read_spec(self._settings.model_dir).max_positions
         return Limits(
             instances=gang.instances,
@@ -127,7 +127,7 @@ class StepProfile:
             StepRow(
                 strategy=EXACT,
                 group_shape=str(run.sp),
-                tp=self._settings.prefill.tp,
+                tp=self._settings.prefilling.tp,
                 tokens=run.tokens,
                 history=chunk * run.tokens,
                 batch=run.batch,
@@ -142,7 +142,7 @@ class StepProfile:
         return StepRow(
             strategy=DECODE,
             group_shape=str(run.sp),
-            tp=self._settings.decode.tp,
+            tp=self._settings.decoding.tp,
             tokens=1,
             # What a request attends to half-way through its answer.
             history=run.context + self._effort.iterations // 2,

@@ -54,6 +54,7 @@ class Router:
                 secret=secret.value,
                 router_id=secrets.token_hex(8),
                 generations=RayGenerations(f"{application_name()}/routers"),
+                roles=tuple(settings.gangs),
             ),
             scheduler=make_scheduler(settings, costs.costs),
             costs=costs,

@@ -67,8 +67,8 @@ def make_deadlines(settings: Settings) -> DeadlineSettings:
         reserve_token_ns=_ns(given.reserve_s_per_1k_tokens / 1000),
         landing_ns=_ns(given.landing_s),
         landing_token_ns=_ns(given.landing_s_per_1k_tokens / 1000),
-        prefill_silence_ns=_ns(settings.prefill.progress_deadline_s),
-        decode_silence_ns=_ns(settings.decode.silence_deadline_s),
+        prefill_silence_ns=_ns(settings.prefilling.progress_deadline_s),
+        decode_silence_ns=_ns(settings.decoding.silence_deadline_s),
         gang_recovery_ns=_ns(given.gang_recovery_s),
     )
 

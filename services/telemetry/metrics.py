@@ -50,7 +50,7 @@ class Metrics:
         """Gauges that are read when somebody scrapes."""
         self._gauge("num_requests_running", "Requests with a place.", lambda: load.counts.running)
         self._gauge("num_requests_waiting", "Requests in the line.", lambda: load.counts.waiting)
-        self._gauge("ready", "1 when both gangs are there.", lambda: load.ready)
+        self._gauge("ready", "1 when all gangs are there.", lambda: load.ready)
         usage = Gauge(
             "csps:kv_cache_usage_perc",
             "Share of KV slots taken or set aside; 1 is all.",

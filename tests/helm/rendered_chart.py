@@ -40,6 +40,12 @@ GPUS: Values = {
 }
 """16 prefill ranks on two machines of 8 GPUs, 8 decode ranks on a third."""
 
+ELASTIC: Values = {
+    "elastic": {"instances": 4, "tp": 2, "threads": 2, "ranksPerPod": 4},
+    "scheduling": {"policy": "chunked_prefill"},
+}
+"""One gang of 8 ranks in two pods."""
+
 
 @dataclass(frozen=True)
 class Rendered:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from helm_python import HelmRenderError
-from rendered_chart import GPUS, Rendered, Values, container, render
+from rendered_chart import ELASTIC, GPUS, Rendered, Values, container, render
 
 from csps.protocols.topology import Topology
 from csps.services.app import build
 from csps.services.cluster.node import SERVER_LABEL
 from csps.services.launch.settings import Settings
 
-ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang"}
+ROLES = {"prefill": "PrefillGang", "decode": "DecodeGang", "elastic": "ElasticGang"}
 
 
 def ray_resources(group: dict[str, Any]) -> dict[str, float]:
@@ -45,18 +45,18 @@ def places(offer: dict[str, float], demand: dict[str, float]) -> int:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, GPUS, {"prefill": {"instances": 3, "tp": 2, "threads": 4, "ranksPerPod": 2}}],
-    ids=["defaults", "gpus", "three pods"],
+    [{}, GPUS, {"prefill": {"instances": 3, "tp": 2, "threads": 4, "ranksPerPod": 2}}, ELASTIC],
+    ids=["defaults", "gpus", "three pods", "elastic"],
 )
 def test_a_gang_fills_its_pods_and_fits_no_others(values: Values) -> None:
     rendered = render(values)
     settings = Settings.model_validate(rendered.application["args"])
-    for role, deployment in ROLES.items():
-        demand = demands(rendered)[deployment]
+    assert set(rendered.groups) == {"head", *settings.gangs}
+    for role, section in settings.gangs.items():
+        demand = demands(rendered)[ROLES[role]]
         fits = {name: places(ray_resources(it), demand) for name, it in rendered.groups.items()}
         group = rendered.groups[role]
-        ranks = getattr(settings, role).ranks
-        assert fits.pop(role) * group["replicas"] == ranks
+        assert fits.pop(role) * group["replicas"] == section.ranks
         assert set(fits.values()) == {0}
         assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
 
@@ -70,12 +70,14 @@ def test_router_configurator_and_registry_fit_on_the_head_and_nowhere_else() -> 
         assert places(offers["prefill"], demand) == places(offers["decode"], demand) == 0
 
 
-def test_deployments_are_those_of_the_application() -> None:
-    built = build(Settings.model_validate(render().application["args"]))
+@pytest.mark.parametrize("values", [{}, ELASTIC], ids=["pair", "elastic"])
+def test_deployments_are_those_of_the_application(values: Values) -> None:
+    rendered = render(values)
+    built = build(Settings.model_validate(rendered.application["args"]))
     router: Any = built._bound_deployment
     _, _, registry, configurator = router.init_args
     bound = (built, registry, configurator, *router.init_kwargs["gangs"])
-    assert {it._bound_deployment.name for it in bound} == set(demands(render()))
+    assert {it._bound_deployment.name for it in bound} == set(demands(rendered))
 
 
 def test_cpu_and_memory_follow_from_ranks_and_threads() -> None:
@@ -99,7 +101,7 @@ def test_a_gpu_for_each_rank() -> None:
     settings = Settings.model_validate(rendered.application["args"])
     assert (settings.device, settings.dtype) == ("cuda", "bfloat16")
     assert settings.prefill.num_gpus == settings.decode.num_gpus == 1
-    for role in ROLES:
+    for role in settings.gangs:
         group = rendered.groups[role]
         assert container(group)["resources"]["limits"]["nvidia.com/gpu"] == "8"
         assert group["template"]["spec"]["runtimeClassName"] == "nvidia"
@@ -126,9 +128,9 @@ def test_each_pod_can_be_a_server() -> None:
     rendered = render({**GPUS, "topology": {"podsAreServers": True}})
     assert set(rendered.groups) == {"head", "prefill-0", "prefill-1", "decode-0"}
     settings = Settings.model_validate(rendered.application["args"])
-    for role, deployment in ROLES.items():
+    for role in settings.gangs:
         pods = [it for name, it in rendered.groups.items() if name.startswith(role)]
-        demand = demands(rendered)[deployment]
+        demand = demands(rendered)[ROLES[role]]
         ranks = [places(ray_resources(pod), demand) for pod in pods]
         assert {pod["replicas"] for pod in pods} == {1}
         assert sum(ranks) == getattr(settings, role).ranks

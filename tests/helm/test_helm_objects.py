@@ -9,13 +9,15 @@ from typing import Any
 import kubernetes_validate
 import pytest
 from helm_python import Chart, HelmRenderError, HelmValuesError, lint
-from rendered_chart import CHART, EVERYTHING, GPUS, Rendered, Values, container, render
+from rendered_chart import CHART, ELASTIC, EVERYTHING, GPUS, Rendered, Values, container, render
 
 import csps
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = pytest.mark.parametrize(
-    "values", [{}, EVERYTHING, GPUS], ids=["defaults", "everything", "gpus"]
+    "values",
+    [{}, EVERYTHING, GPUS, ELASTIC],
+    ids=["defaults", "everything", "gpus", "elastic"],
 )
 CUSTOM_KINDS = {"RayService", "ServiceMonitor"}
 RAYSERVICE_FIELDS = {"upgradeStrategy", "serveService", "serveConfigV2", "rayClusterConfig"}
@@ -89,6 +91,10 @@ def test_optional_objects_are_off_by_default() -> None:
 def test_no_more_than_one_pod_may_be_disrupted_at_a_time() -> None:
     # head, two prefill pods, one decode pod
     assert render(GPUS).of_kind("PodDisruptionBudget")["spec"]["minAvailable"] == 3
+    budget = render(ELASTIC).of_kind("PodDisruptionBudget")["spec"]
+    assert budget["minAvailable"] == 2
+    (roles,) = budget["selector"]["matchExpressions"]
+    assert roles["values"] == ["head", "elastic"]
 
 
 def test_budget_and_monitor_select_the_pods_they_mean() -> None:

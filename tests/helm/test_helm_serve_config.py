@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rendered_chart import EVERYTHING, GPUS, Values, environment, render
+from rendered_chart import ELASTIC, EVERYTHING, GPUS, Values, environment, render
 
 from csps.protocols.errors import ConfigError
 from csps.services.app import ONE_LOOP
@@ -21,7 +21,7 @@ def settings(values: Values | None = None) -> Settings:
     return Settings.model_validate(render(values).application["args"])
 
 
-@pytest.mark.parametrize("values", [{}, GPUS], ids=["defaults", "gpus"])
+@pytest.mark.parametrize("values", [{}, GPUS, ELASTIC], ids=["defaults", "gpus", "elastic"])
 def test_check_config_accepts_it(values: Values, tmp_path: Path) -> None:
     """The application's own check refuses every key that Serve or the settings do not know."""
     path = tmp_path / "serve.yaml"

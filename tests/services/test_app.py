@@ -35,6 +35,15 @@ def test_the_gangs_have_one_replica_per_rank(tiny_llama: Path) -> None:
     assert (prefill.num_replicas, decode.num_replicas) == (6, 2)
 
 
+def test_an_elastic_gang_is_deployed_alone(tiny_llama: Path) -> None:
+    scheduling = {"policy": "chunked_prefill"}
+    app = built(model=str(tiny_llama), elastic={"instances": 3, "tp": 2}, scheduling=scheduling)
+    (gang,) = app._bound_deployment.init_kwargs["gangs"]
+    deployment = gang._bound_deployment
+    assert (deployment.name, deployment.num_replicas) == ("ElasticGang", 6)
+    assert deployment.init_args[0] == "elastic"
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_router_refuses_to_be_one_of_two(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, replicas: int

@@ -38,8 +38,7 @@ async def test_a_rider_runs_from_submission_to_its_last_token() -> None:
         running = cell.submit(tokens=300, max_tokens=3)
         rid = await joined(cell, running)
         assert cell.decode.leader.joined == [JoinBatch(rid=rid, first_token=None, budget=100)]
-        assert not cell.decode.leader.jobs, "no step computes its prompt"
-        assert not cell.decode.leader.bridges
+        assert cell.decode.leader.heard == ["reserve", "join"], "no link, and no step"
         cell.decode.draw(rid, 0, token=42)
         assert (await anext(running)).token == 42
         assert running.state == "decoding"

@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from csps.protocols.errors import ConfigError
 from csps.services.launch.settings import Settings
 
+ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefill"}}
+
 
 @pytest.mark.parametrize(
     ("args", "message"),
@@ -50,6 +52,24 @@ from csps.services.launch.settings import Settings
             "scheduling: option max_batch must be at least 1, not 0",
         ),
         ({"deadlines": {"landing_s": float("inf")}}, "deadlines.landing_s: Input should be a fini"),
+        (
+            {"elastic": {}},
+            "scheduling: policy csps cannot use an elastic gang: csps and fixed_sp need prefill "
+            "and decode gangs, chunked_prefill takes either",
+        ),
+        (
+            {**ELASTIC, "prefill": {}, "decode": {"instances": 3}},
+            "elastic is a gang in place of prefill and decode: leave prefill and decode out",
+        ),
+        ({**ELASTIC, "decode": {}}, "in place of prefill and decode: leave decode out"),
+        ({"elastic": {"instnces": 2}}, "elastic: unknown setting 'instnces'; did you mean"),
+        ({"topology": {"elastic": ["0-0-0"]}}, "topology.elastic: there is no elastic gang"),
+        ({**ELASTIC, "topology": {"prefill": ["0-0-0"]}}, "topology.prefill: there is no prefill"),
+        ({**ELASTIC, "topology": {"elastic": ["0-0-0"]}}, "topology.elastic: 1 locations for a ga"),
+        (
+            {"scheduling": {"policy": "chunked_prefill", "token_budget": 63}},
+            "scheduling: option token_budget must be at least max_batch, 64, not 63",
+        ),
         ([], "Input should be a valid dictionary"),
     ],
 )
@@ -63,6 +83,17 @@ def test_a_mistake_is_one_line(args: Any, message: str) -> None:
 def test_several_mistakes_are_counted() -> None:
     with pytest.raises(ConfigError, match=r"\(and 1 more\)"):
         Settings.model_validate({"dtype": "f32", "device": "tpu"})
+
+
+def test_a_cell_has_a_pair_of_gangs_or_an_elastic_one() -> None:
+    pair = Settings()
+    assert pair.gangs == {"prefill": pair.prefill, "decode": pair.decode}
+    assert (pair.prefilling, pair.decoding) == (pair.prefill, pair.decode)
+    both = Settings.model_validate({"scheduling": {"policy": "chunked_prefill"}})
+    assert list(both.gangs) == ["prefill", "decode"]
+    elastic = Settings.model_validate({**ELASTIC, "topology": {"elastic": ["0-0-0", "0-1-0"]}})
+    assert elastic.gangs == {"elastic": elastic.elastic}
+    assert elastic.prefilling is elastic.decoding is elastic.elastic
 
 
 def test_settings_are_frozen() -> None:

@@ -1,4 +1,18 @@
-{{/* Sizes that follow from a gang. The argument is a section of the values: prefill or decode. */}}
+{{/* The gangs of the cell, by what they do: an elastic one, or a pair. */}}
+{{- define "csps.roles" -}}
+{{- if .Values.elastic.instances -}}elastic{{- else -}}prefill decode{{- end -}}
+{{- end }}
+
+{{/* All pods: the head's, and those of the gangs. */}}
+{{- define "csps.pods" -}}
+{{- $pods := 1 -}}
+{{- range $role := splitList " " (include "csps.roles" .) -}}
+{{- $pods = add $pods (include "csps.podsOfGang" (index $.Values $role)) -}}
+{{- end -}}
+{{- $pods -}}
+{{- end }}
+
+{{/* Sizes that follow from a gang. The argument is a section of the values. */}}
 {{- define "csps.ranks" -}}
 {{- mul .instances .tp -}}
 {{- end }}

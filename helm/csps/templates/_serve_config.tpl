@@ -25,10 +25,10 @@ applications:
             env_vars: {RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD: "0"}
           {{- end }}
       {{- end }}
-      - name: PrefillGang
-        {{- include "csps.rankPlacement" (tuple "prefill" .Values.prefill) | nindent 8 }}
-      - name: DecodeGang
-        {{- include "csps.rankPlacement" (tuple "decode" .Values.decode) | nindent 8 }}
+      {{- range $role := splitList " " (include "csps.roles" .) }}
+      - name: {{ title $role }}Gang
+        {{- include "csps.rankPlacement" (tuple $role (index $.Values $role)) | nindent 8 }}
+      {{- end }}
 {{- end }}
 
 {{/* A rank takes one unit of a resource that only the pods of its role have. By CPUs alone, small
@@ -60,10 +60,10 @@ device: {{ .Values.model.device }}
 max_positions: {{ int . }}
 {{- end }}
 drain_s: {{ .Values.drainSeconds }}
-prefill:
-  {{- include "csps.gangSettings" .Values.prefill | nindent 2 }}
-decode:
-  {{- include "csps.gangSettings" .Values.decode | nindent 2 }}
+{{- range $role := splitList " " (include "csps.roles" .) }}
+{{ $role }}:
+  {{- include "csps.gangSettings" (index $.Values $role) | nindent 2 }}
+{{- end }}
 scheduling:
   {{- toYaml .Values.scheduling | nindent 2 }}
 queue:
@@ -73,6 +73,7 @@ queue:
 topology:
   prefill: {{ toJson .Values.topology.prefill }}
   decode: {{ toJson .Values.topology.decode }}
+  elastic: {{ toJson .Values.topology.elastic }}
   link_ratio: {{ float64 .Values.topology.linkRatio }}
 telemetry:
   {{- include "csps.telemetrySettings" .Values.telemetry | nindent 2 }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.services.scheduling.decisions import Policy
@@ -20,10 +20,20 @@ from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
 
 Options = TypeVar("Options")
 
-_POLICIES: dict[str, tuple[type[Any], Callable[[Any, DecodeOptions], Policy]]] = {
-    "chunked_prefill": (ChunkedPrefillOptions, ChunkedPrefill),
-    "csps": (CspsOptions, Csps),
-    "fixed_sp": (FixedSpOptions, FixedSp),
+Pairing = Literal["pair", "elastic"]
+"""A gang that prefills and one that decodes, or one that does both."""
+
+
+class _Known(NamedTuple):
+    options: type[Any]
+    policy: Callable[[Any, DecodeOptions], Policy]
+    pairings: tuple[Pairing, ...]
+
+
+_POLICIES: dict[str, _Known] = {
+    "chunked_prefill": _Known(ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic")),
+    "csps": _Known(CspsOptions, Csps, ("pair",)),
+    "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
 }
 
 
@@ -42,7 +52,7 @@ def make_policy(
     """
     if name not in _POLICIES:
         raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
-    of_policy, policy = _POLICIES[name]
+    of_policy, policy, _ = _POLICIES[name]
     given = dict(options or {})
     decode = _pick(DecodeOptions, given)
     chosen = _pick(of_policy, given)
@@ -53,13 +63,41 @@ def make_policy(
     return policy(chosen, decode)
 
 
+def check_pairing(name: str, pairing: Pairing) -> None:
+    """See that a policy can do with the gangs that there are.
+
+    Raises:
+        ConfigError: it cannot; the message says what each policy needs.
+    """
+    if pairing not in _POLICIES[name].pairings:
+        raise ConfigError(f"policy {name} cannot use {_GANGS[pairing]}: {_pairings()}")
+
+
+_GANGS = {"pair": "prefill and decode gangs", "elastic": "an elastic gang"}
+
+
+def _pairings() -> str:
+    """What each policy needs, in a sentence."""
+    needs: dict[tuple[Pairing, ...], list[str]] = {("pair",): [], ("elastic",): []}
+    for name, known in _POLICIES.items():
+        needs.setdefault(known.pairings, []).append(name)
+    parts = []
+    for pairings, names in needs.items():
+        both = len(pairings) > 1
+        verb = ("takes" if both else "needs") if len(names) == 1 else ("take" if both else "need")
+        if names:
+            what = "either" if both else _GANGS[pairings[0]]
+            parts.append(f"{' and '.join(names)} {verb} {what}")
+    return ", ".join(parts)
+
+
 def _names(kind: type[Any]) -> list[str]:
     return [it.name for it in fields(kind)]
 
 
 def _whose(option: str) -> str:
     """Text to append for an option that another policy has."""
-    owners = [name for name, (kind, _) in _POLICIES.items() if option in _names(kind)]
+    owners = [name for name, known in _POLICIES.items() if option in _names(known.options)]
     return f"; it is one of {owners[0]}" if owners else ""
 
 
