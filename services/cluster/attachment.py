@@ -64,11 +64,16 @@ class KvLink:
 
 
 class ClusterListener(Protocol):
-    """Callbacks on the event loop, one for each fact.
+    """Whoever uses the gangs. Callbacks on the event loop, one for each fact.
 
     A gang is up before a link of it is, and its link is down before the gang is. A link may go
     down and another one come up between the same two gangs, which keep all that they hold.
     """
+
+    @property
+    def busy(self) -> bool:
+        """There are requests, begun or waiting."""
+        ...
 
     def gang_up(self, gang: GangClient) -> None:
         """Every rank of the gang is attached."""
@@ -114,6 +119,10 @@ class Cluster:
         self._gangs: dict[GangRole, GangClient] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
+        self._bereft = asyncio.Event()
+        """A gang was lost just now."""
+        self._model: str | None = None
+        """Fingerprint of the last attached gang's."""
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._links = 0
@@ -159,6 +168,7 @@ class Cluster:
             asyncio.create_task(self._follow(), name="follow the directory"),
             asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
             asyncio.create_task(self._keep_leases(), name="keep the leases of gangs"),
+            asyncio.create_task(self._keep_place(), name="keep the place before newer routers"),
         ]
 
     def drain(self) -> None:
@@ -174,6 +184,7 @@ class Cluster:
             await asyncio.wait(self._tasks, timeout=self._deadlines.close_s)
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
+        await self._go_first(False)
 
     async def wait_ready(self, deadline_s: float) -> KvLink:
         """Wait until both gangs are attached and linked."""
@@ -260,7 +271,8 @@ class Cluster:
             if role not in self._gangs and (members := self._view.gang(role)) is not None
         ]
         try:
-            await self._fencing.attach(found, self._attached)
+            model = self._model if self._busy else None
+            await self._fencing.attach(found, self._attached, model=model)
         except Superseded as error:
             for gang in list(self._gangs.values()):
                 self._lose(gang, str(error))
@@ -268,6 +280,7 @@ class Cluster:
 
     def _attached(self, gang: GangClient) -> None:
         self._gangs[gang.role] = gang
+        self._model = gang.descriptions[0].model_fingerprint
         gang.lost.add_done_callback(lambda lost: self._lose(gang, lost.result()))
         _log.info("attached to %s gang %s (%d ranks)", gang.role, gang.gang_id, gang.world_size)
         if self._listener is not None:
@@ -278,6 +291,24 @@ class Cluster:
             for gang in self._gangs.values():
                 gang.keep_alive()
             await asyncio.sleep(KEEP_ALIVE_S)
+
+    @property
+    def _busy(self) -> bool:
+        return self._listener is not None and self._listener.busy
+
+    async def _keep_place(self) -> None:
+        """Go before newer routers while requests have lost what computes them."""
+        while True:
+            self._bereft.clear()
+            usable = self._obstacle != UNUSABLE
+            await self._go_first(self._busy and self.link is None and usable and not self._draining)
+            await _wait(self._bereft, KEEP_ALIVE_S)
+
+    async def _go_first(self, wanted: bool) -> None:
+        try:
+            await self._fencing.go_first(wanted)
+        except Exception as exc:  # whatever a store of another process may raise
+            _log.warning("cannot say who goes first: %s", exc)
 
     def _notified(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
         if self._gangs.get(gang.role) is not gang:
@@ -297,6 +328,7 @@ class Cluster:
         _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
         if self._listener is not None:
             self._listener.gang_down(gang, reason)
+        self._bereft.set()
         self._changed.set()
 
     # --- linking ---

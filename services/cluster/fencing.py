@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from csps.protocols.errors import RanksHeld, Superseded
+from csps.protocols.errors import ConfigError, RanksHeld, Superseded
 from csps.protocols.gang_client import GangClient
 from csps.services.cluster.generations import Generations
+from csps.services.cluster.precedence import Precedence
 
 _log = logging.getLogger(__name__)
 
@@ -18,34 +20,45 @@ class Fencing:
 
     def __init__(self, generations: Generations, *, secret: bytes, router_id: str) -> None:
         self._generations = generations
+        self._precedence = Precedence(generations)
         self._secret, self._router_id = secret, router_id
         self._attachments = 0
         self.generation = 0
         """0 until one is granted, and again from the moment that another router is newer."""
 
+    async def go_first(self, wanted: bool) -> None:
+        """Whether this router goes before newer ones; due every `fence.KEEP_ALIVE_S`."""
+        await self._precedence.renew(self.generation if wanted else 0)
+
     async def attach(
-        self, gangs: Sequence[GangClient], attached: Callable[[GangClient], None]
+        self,
+        gangs: Sequence[GangClient],
+        attached: Callable[[GangClient], None],
+        *,
+        model: str | None = None,
     ) -> None:
         """Take over those of the gangs that answer, or none while another router holds any.
 
         Args:
             attached: called with each gang that was taken over; the others are hung up on.
+            model: fingerprint that gangs must have, if any.
 
         Raises:
-            RanksHeld: another router is alive, and holds one of them.
+            RanksHeld: another router is alive, and holds one of them or goes first.
             Superseded: another router is newer; next time this one will be.
             FaultError, ConfigError: a gang cannot be reached, or used.
         """
         if not self.generation:
             self.generation = await self._generations.claim()
             _log.info("router generation %d", self.generation)
+        await self._precedence.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
         try:
             errors = await _each(self._ask, gangs)
             # Of a router that is alive not one gang may be taken: it would lose the others' work.
             self._check_newest(errors.values())
             free = [gang for gang in gangs if gang not in errors]
-            errors |= await _each(self._take, free)
+            errors |= await _each(lambda gang: self._take(gang, model), free)
             for gang in free:
                 if gang not in errors:
                     taken.add(gang)
@@ -73,8 +86,14 @@ class Fencing:
         await gang.connect(secret=self._secret, router_id=name)
         await gang.check_free(self.generation)
 
-    async def _take(self, gang: GangClient) -> None:
+    async def _take(self, gang: GangClient, model: str | None) -> None:
         await gang.attach(self.generation)
+        found = gang.descriptions[0].model_fingerprint
+        if model is not None and found != model:
+            raise ConfigError(
+                f"{gang.role} gang {gang.gang_id} serves another model, {found}, than the requests "
+                f"began with, {model}"
+            )
 
 
 async def _each(

@@ -19,7 +19,8 @@ class RayGenerations:
     """One counter of one application.
 
     The store cannot add and has no transactions, but it can refuse to overwrite: the counter is
-    the largest of the keys `NAME/number`, and claiming a number is making its key.
+    the largest of the keys `NAME/number`, and claiming a number is making its key. What is held
+    stands under `NAME-held/number`.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,10 +29,35 @@ class RayGenerations:
         Args:
             name: the same for all who share the counter, such as "csps/routers".
         """
-        self._prefix = f"{name}/"
+        self._prefix, self._held_prefix = f"{name}/", f"{name}-held/"
 
     async def claim(self) -> int:
         return await asyncio.to_thread(self._claim)
+
+    async def hold(self, number: int, beat: int) -> None:
+        key = f"{self._held_prefix}{number}"
+        await asyncio.to_thread(
+            internal_kv._internal_kv_put,
+            key,
+            str(beat).encode(),
+            overwrite=True,
+            namespace=_NAMESPACE,
+        )
+
+    async def release(self, number: int) -> None:
+        key = f"{self._held_prefix}{number}"
+        await asyncio.to_thread(internal_kv._internal_kv_del, key, namespace=_NAMESPACE)
+
+    async def held(self) -> dict[int, int]:
+        return await asyncio.to_thread(self._read_held)
+
+    def _read_held(self) -> dict[int, int]:
+        held = {}
+        for key in internal_kv._internal_kv_list(self._held_prefix, namespace=_NAMESPACE):
+            beat = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+            if beat is not None:  # released meanwhile
+                held[int(key.decode().removeprefix(self._held_prefix))] = int(beat)
+        return held
 
     def _claim(self) -> int:
         newest = max(self._numbers(), default=0)

@@ -198,6 +198,10 @@ class RequestService:
 
     # --- the cluster (ClusterListener) ---------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        return len(self._requests) > 0
+
     def gang_up(self, gang: GangClient) -> None:
         number = self._gangs.add(gang)
         self._turns.tell(gang_up(number, gang, generation=self._cluster.generation))

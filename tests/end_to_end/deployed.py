@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,7 @@ from csps.services.launch.credentials import SECRET_VARIABLE
 from csps.services.launch.deploy_config import DeployConfig, read_config
 from csps.services.launch.ray_head import RayHead, session_of
 from csps.services.launch.serve_command import deploy, wait_ready
+from csps.services.launch.serve_status import APPLICATIONS_PATH
 
 SECRET = "known to the tests and the server"
 RPC_DEADLINE_S = 10.0
@@ -53,6 +54,17 @@ class Deployed:
 
     config: DeployConfig
     head: RayHead
+    run_dir: Path
+
+    def redeploy(self, **args: Any) -> Deployed:
+        """The server with other settings, which Serve puts in the place of these from now on."""
+        (application,) = self.config.data["applications"]
+        changed = {**application, "args": {**application["args"], **args}}
+        data = {**self.config.data, "applications": [changed]}
+        config = _read(self.run_dir, data, self.config.port)
+        # `serve deploy` sends the same, after it has imported Ray.
+        self.head.put(APPLICATIONS_PATH, config.data, timeout_s=DEADLINE_S).raise_for_status()
+        return replace(self, config=config)
 
     @property
     def url(self) -> str:
@@ -66,6 +78,10 @@ class Deployed:
             "replicas"
         ]
         return [replica for replica in replicas if replica["state"] == "RUNNING"]
+
+    def pids(self, deployment: str) -> set[int]:
+        """The running processes of a deployment."""
+        return {replica["pid"] for replica in self.replicas(deployment)}
 
     def kill_replica(self, deployment: str, index: int = -1) -> None:
         """SIGKILL one process of a deployment, as soon as Serve knows of one that lives."""
@@ -145,18 +161,22 @@ class Deployed:
 @contextmanager
 def deployed(model_dir: Path, run_dir: Path, **args: Any) -> Iterator[Deployed]:
     """Ray and the application, up and ready; everything is gone afterwards."""
-    path = run_dir / "config.yaml"
-    path.write_text(yaml.safe_dump(_config(model_dir, run_dir, args)))
-    config = read_config(path, port=_free_port())
+    config = _read(run_dir, _config(model_dir, run_dir, args), _free_port())
     with mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
         head = ray_head.start_head(run_dir, num_cpus=2)
         try:
             deploy(config, head, run_dir)
-            server = Deployed(config=config, head=head)
+            server = Deployed(config=config, head=head, run_dir=run_dir)
             wait_ready(config, head, say=print)
             yield server
         finally:
             head.stop(grace_s=0)
+
+
+def _read(run_dir: Path, data: dict[str, Any], port: int) -> DeployConfig:
+    path = run_dir / "config.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return read_config(path, port=port)
 
 
 def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, Any]:

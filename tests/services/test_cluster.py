@@ -30,6 +30,7 @@ class Log:
     links: list[KvLink] = field(default_factory=list)
     lost: list[tuple[str, str]] = field(default_factory=list)
     told: list[tuple[str, int, str]] = field(default_factory=list)
+    busy: bool = False
 
     def gang_up(self, gang: GangClient) -> None:
         self.facts.append(f"{gang.gang_id} up")
@@ -342,6 +343,56 @@ async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it()
             await holder.close()
             link = await successor.wait_ready(PATIENCE_S)
             assert link.epoch == "2.1"
+
+
+async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> None:
+    """A redeployment that replaces the ranks: nobody holds the new ones yet, and the successor
+    hears of them before the router that has streams to end."""
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = FakeGang("prefill", "p2"), FakeGang("decode", "d2")
+    directory = StaticDirectory(await view_of(prefill, decode))
+    shared = MemoryGenerations()
+    async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
+        await older.wait_ready(PATIENCE_S)
+        log.busy = True
+        late = StaticDirectory()
+        async with following(late, generations=shared) as (successor, _):
+            await until(lambda: successor.generation == 2)
+            await prefill.kill(0)
+            await decode.kill(0)
+            await until(lambda: len(log.lost) == 2)
+            view = await view_of(*second)
+            late.publish(view)
+            await until(lambda: successor.phase.endswith(STANDBY))
+            directory.publish(view)
+            link = await older.wait_ready(PATIENCE_S)
+            assert (link.prefill.gang_id, older.generation) == ("p2", 1)
+            assert successor.phase.endswith(STANDBY)
+            await older.close()
+            assert (await successor.wait_ready(PATIENCE_S)).epoch.startswith("2.")
+
+
+async def test_requests_do_not_go_on_with_another_model() -> None:
+    """The router whose they are leaves the new gangs to its successor."""
+    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
+    second = [
+        FakeGang(role, gang_id, fingerprint="another")
+        for role, gang_id in (("prefill", "p2"), ("decode", "d2"))
+    ]
+    directory = StaticDirectory(await view_of(prefill, decode))
+    shared = MemoryGenerations()
+    async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
+        await older.wait_ready(PATIENCE_S)
+        log.busy = True
+        await prefill.kill(0)
+        await decode.kill(0)
+        directory.publish(await view_of(*second))
+        await until(lambda: older.phase.endswith(UNUSABLE))
+        async with following(directory, generations=shared) as (successor, _):
+            await successor.wait_ready(PATIENCE_S)
+        assert len(log.links) == 1
+        log.busy = False
+        await older.wait_ready(PATIENCE_S)
 
 
 async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor(

@@ -18,17 +18,21 @@ class Kv:
     """Ray's store as far as it is used: what is said of it was read in Ray 2.60."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.keys: set[tuple[str, str]] = set()
+        self.keys: dict[tuple[str, str], bytes] = {}
         self._lock = threading.Lock()
-        for name in ("put", "list", "del"):
+        for name in ("put", "get", "list", "del"):
             monkeypatch.setattr(internal_kv, f"_internal_kv_{name}", getattr(self, f"_{name}"))
 
     def _put(self, key: str, value: bytes, overwrite: bool, namespace: str) -> bool:
-        assert not overwrite
         with self._lock:
             existed = (namespace, key) in self.keys
-            self.keys.add((namespace, key))
+            if overwrite or not existed:
+                self.keys[namespace, key] = value
             return existed
+
+    def _get(self, key: bytes, namespace: str) -> bytes | None:
+        with self._lock:
+            return self.keys.get((namespace, key.decode()))
 
     def _list(self, prefix: str, namespace: str) -> list[bytes]:
         with self._lock:
@@ -38,8 +42,7 @@ class Kv:
 
     def _del(self, key: str, namespace: str) -> int:
         with self._lock:
-            self.keys.discard((namespace, key))
-            return 1
+            return int(self.keys.pop((namespace, key), None) is not None)
 
 
 def counter(kind: str, path: Path) -> Generations:
@@ -92,6 +95,24 @@ async def test_a_number_that_was_tidied_away_is_not_handed_out_again(
     assert await slow.claim() == 4
     assert await quick.claim() == 5
     assert len(kv.keys) == 1, "old keys are tidied away"
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "ray"])
+async def test_what_is_held_is_seen_by_all_until_it_is_released(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kv(monkeypatch)
+    memory = MemoryGenerations()
+    here, there = (memory if kind == "memory" else counter(kind, tmp_path) for _ in range(2))
+    await here.claim()
+    await here.hold(1, 1)
+    await here.hold(12, 5)
+    await here.hold(1, 2)
+    assert await there.held() == {1: 2, 12: 5}
+    await there.release(1)
+    await there.release(1)
+    assert await here.held() == {12: 5}
+    assert await there.claim() == 2, "counting has nothing to do with it"
 
 
 async def test_applications_count_apart(monkeypatch: pytest.MonkeyPatch) -> None:
