@@ -21,9 +21,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from csps.configurator.shapes import AttentionShape, GroupShape, head_shares
+from csps.configurator.shapes import AttentionShape, head_shares
 from csps.configurator.traffic import Traffic, instance_sums
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, kept_tokens
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Segments
 
 Mask = NDArray[np.bool_]
@@ -83,9 +84,9 @@ def _layer(
     """
     assert not plan.nested, "nested levels are not counted here"
     assert plan.importance_layer == "previous", "nor is judging by the same layer"
-    group = GroupShape.of(plan.topology, tp)
+    group = GroupShape.of(plan.topology.locations, tp)
     traffic = instance_sums(shape, group, sum(spts))
-    same = np.equal.outer(group.servers, group.servers)
+    same = np.equal.outer(group.instance_servers, group.instance_servers)
     for queries, keys in head_shares(shape.heads, shape.kv_heads, tp):
         peers = _Peers(shape, plan, spts, dropping, queries, keys)
         sent = peers.exchanged()

@@ -1,13 +1,11 @@
-"""What traffic depends on: a model's attention, and where a group's ranks stand."""
+"""What traffic depends on beside the group: the sizes of a model's attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
 
 from csps.protocols.even_share import even_share
-from csps.protocols.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +39,6 @@ class AttentionShape:
     def weights(self) -> int:
         """Of a layer's four projections; their biases are not counted."""
         return 2 * self.hidden * (self.width + self.kv_width)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupShape:
-    """A group of instances of `tp` ranks; an instance's ranks share a server."""
-
-    servers: tuple[int, ...]
-    """Of each instance, by any numbers."""
-    tp: int
-
-    def __post_init__(self) -> None:
-        if not self.servers or self.tp < 1:
-            raise ValueError(f"a group has at least one instance and rank: {self}")
-
-    @classmethod
-    def of(cls, topology: Topology, tp: int) -> Self:
-        """Instances at these places, in ascending order of their ids."""
-        servers = (number for number, run in enumerate(topology.servers) for _ in run)
-        return cls(servers=tuple(servers), tp=tp)
-
-    @property
-    def instances(self) -> int:
-        """Members of the group."""
-        return len(self.servers)
-
-    @property
-    def ranks(self) -> int:
-        """All ranks: the paper's N."""
-        return self.instances * self.tp
-
-    @property
-    def rank_servers(self) -> tuple[int, ...]:
-        """Of each rank."""
-        return tuple(server for server in self.servers for _ in range(self.tp))
 
 
 def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:

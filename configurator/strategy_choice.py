@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,
     gathered_weights_traffic,
@@ -29,6 +29,7 @@ from csps.configurator.traffic import (
     ulysses_traffic,
 )
 from csps.protocols.csa import CsaPlan
+from csps.protocols.group_shape import GroupShape
 
 Strategy = Literal["ulysses", "gathered_weights", "csa", "sp_tp"]
 """By the engine's names (`actors/strategies/choice.py`)."""
@@ -71,7 +72,7 @@ def sparse_options(
     """
     return {
         "csa": csa_traffic(shape, plan, tp=tp, spts=spts),
-        "sp_tp": sp_tp_traffic(shape, GroupShape.of(plan.topology, tp), sum(spts)),
+        "sp_tp": sp_tp_traffic(shape, GroupShape.of(plan.topology.locations, tp), sum(spts)),
     }
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_choice import Strategy, exact_options, least, sparse_options
 from csps.configurator.traffic import Traffic
 from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     ENGINE_NAMES,
     SPARSE,
@@ -59,7 +60,7 @@ class StrategyRules:
             tp: ranks of each.
         """
         if csa is None:
-            options = exact_options(self._shape, GroupShape.of(group, tp), tokens)
+            options = exact_options(self._shape, GroupShape.of(group.locations, tp), tokens)
             return self._least(options, len(group.locations))
         if csa.strategy is not None:
             return StrategyChoice(

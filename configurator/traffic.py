@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csps.configurator.shapes import AttentionShape, GroupShape, head_shares
+from csps.configurator.shapes import AttentionShape, head_shares
+from csps.protocols.group_shape import GroupShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,13 @@ def ulysses_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Tr
     """SP-NTP over instances, each of whose ranks has the instance's rows and its own heads."""
     traffic = instance_sums(shape, group, tokens)
     for queries, keys in head_shares(shape.heads, shape.kv_heads, group.tp):
-        traffic += _head_exchange(shape, len(queries), len(keys), group.servers, tokens)
+        traffic += _head_exchange(shape, len(queries), len(keys), group.instance_servers, tokens)
     return traffic
 
 
 def gathered_weights_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
     """SP-NTP over all ranks, each of which gathers the weights of all heads."""
-    weights = shape.weights * (group.tp - 1) * group.instances
+    weights = shape.weights * (group.tp - 1) * group.sp
     return (
         Traffic(inside=weights)
         + _head_exchange(shape, shape.heads, shape.kv_heads, group.rank_servers, tokens)
@@ -107,19 +108,19 @@ def _spread(
 ) -> Traffic:
     """Everyone's own part to all who compute, and not again to its instance if that has it; or, the
     other way round, their contributions to everyone's part."""
-    takes = [bool(heads) for heads, _ in head_shares(shape.heads // group.tp, 1, group.instances)]
+    takes = [bool(heads) for heads, _ in head_shares(shape.heads // group.tp, 1, group.sp)]
     takers = Counter[int]()
-    for server, computes in zip(group.servers, takes, strict=True):
+    for server, computes in zip(group.instance_servers, takes, strict=True):
         takers[server] += group.tp * computes
     inside = between = 0
-    for server, computes in zip(group.servers, takes, strict=True):
+    for server, computes in zip(group.instance_servers, takes, strict=True):
         spared = group.tp if past_instance else 1
         inside += takers[server] - spared * computes
         for number in (takers[other] for other in takers if other != server and takers[other]):
             between += 1 if hierarchical else number  # once into each other server
             inside += number - 1 if hierarchical else 0  # and from there on inside
     # Each instance is `tp` owners of an equal part of its rows.
-    instance = tokens * shape.hidden / group.instances
+    instance = tokens * shape.hidden / group.sp
     return Traffic(inside=instance * inside, between=instance * between)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from scheduler_cell import gang_up
 
+from csps.protocols.group_shape import GroupShape
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
-from csps.services.scheduling.cost import Costs, CostTable, GroupShape, Unmeasured
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Blocked, Decision, Policy, StartPlan, Trial
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.scheduler import Scheduler

@@ -19,7 +19,7 @@ from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.services.scheduling.latency import (
     DecodeCost,
     DecodeLine,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     StepCost,
     parse_table,
@@ -242,7 +242,7 @@ def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -
         table = LatencyTable(name=name, exact="exact", steps=steps)
     if latency.decode is not None:
         decode_costs = tuple(
-            (GroupShape(strategy="decode", sp=sp, tp=decode.tp), _decode(it))
+            (LatencyKey(strategy="decode", sp=sp, tp=decode.tp), _decode(it))
             for sp, it in latency.decode.items()
         )
         table = replace(table, decode=decode_costs)
@@ -263,10 +263,10 @@ def _measured(path: Path) -> LatencyTable:
     return parse_table(fit.canonical)
 
 
-def _steps(latency: Latency, tp: int) -> tuple[tuple[GroupShape, StepCost], ...]:
+def _steps(latency: Latency, tp: int) -> tuple[tuple[LatencyKey, StepCost], ...]:
     if latency.steps is not None:
         return tuple(
-            (GroupShape(strategy="exact", sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
+            (LatencyKey(strategy="exact", sp=sp, tp=tp), StepCost.of_seconds(*coefficients))
             for sp, coefficients in latency.steps.items()
         )
     assert latency.published is not None
@@ -276,9 +276,9 @@ def _steps(latency: Latency, tp: int) -> tuple[tuple[GroupShape, StepCost], ...]
             f"{nearest(latency.published, PUBLISHED)}"
         )
     return tuple(
-        (GroupShape(strategy="exact", sp=shape.sp, tp=shape.tp), cost)
-        for shape, cost in table.steps
-        if shape.strategy == table.exact
+        (LatencyKey(strategy="exact", sp=key.sp, tp=key.tp), cost)
+        for key, cost in table.steps
+        if key.strategy == table.exact
     )
 
 

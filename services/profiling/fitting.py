@@ -10,7 +10,7 @@ from typing import TypeVar
 from csps.configurator.scaling_information_base import LinkRow, StepRow
 from csps.services.scheduling.latency import (
     DecodeCost,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     StepCost,
 )
@@ -34,7 +34,7 @@ Point = tuple[int, int, int]
 class FittedPoint:
     """A point that was measured, and what fits say about it."""
 
-    shape: GroupShape
+    key: LatencyKey
     tokens: int
     history: int
     batch: int
@@ -47,24 +47,22 @@ class FittedPoint:
 
 
 def fit_table(name: str, steps: Sequence[StepRow], links: Sequence[LinkRow]) -> LatencyTable:
-    """All that the rows tell; shapes that were not measured are left out.
+    """All that the rows tell; what was not measured is left out.
 
     Raises:
         ConfigError: a measured time is not positive.
     """
-    by_shape = least_times(steps)
+    by_key = least_times(steps)
     return LatencyTable(
         name=name,
         exact=EXACT,
         steps=tuple(
-            (shape, _fit_steps(points))
-            for shape, points in by_shape.items()
-            if shape.strategy != DECODE
+            (key, _fit_steps(points)) for key, points in by_key.items() if key.strategy != DECODE
         ),
         decode=tuple(
-            (shape, _fit_iterations(points))
-            for shape, points in by_shape.items()
-            if shape.strategy == DECODE
+            (key, _fit_iterations(points))
+            for key, points in by_key.items()
+            if key.strategy == DECODE
         ),
         links=tuple((kind, fit_link(found)) for kind, found in links_by_kind(links).items()),
     )
@@ -74,41 +72,41 @@ def fitted_points(steps: Sequence[StepRow]) -> list[FittedPoint]:
     """Every measured point beside what fits say about it, those without others left out."""
     return [
         FittedPoint(
-            shape=shape,
+            key=key,
             tokens=point[0],
             history=point[1],
             batch=point[2],
             seconds=seconds,
-            fitted=_predicted(shape, points, point),
+            fitted=_predicted(key, points, point),
             held_out=_predicted(
-                shape, {other: it for other, it in points.items() if other != point}, point
+                key, {other: it for other, it in points.items() if other != point}, point
             ),
         )
-        for shape, points in least_times(steps).items()
+        for key, points in least_times(steps).items()
         if len(points) > 1
         for point, seconds in sorted(points.items())
     ]
 
 
-def least_times(steps: Iterable[StepRow]) -> dict[GroupShape, dict[Point, float]]:
-    """Least seconds of each point of each group shape, in order.
+def least_times(steps: Iterable[StepRow]) -> dict[LatencyKey, dict[Point, float]]:
+    """Least seconds of each point of each kind of step, in order.
 
     Whatever disturbs a step only makes it longer, and is not there when the next step is
     predicted; what serving itself adds, every time, is learned by refitting.
     """
-    found: dict[tuple[GroupShape, Point], list[float]] = defaultdict(list)
+    found: dict[tuple[LatencyKey, Point], list[float]] = defaultdict(list)
     for row in steps:
-        found[shape_of(row), (row.tokens, row.history, row.batch)].append(row.seconds)
-    by_shape: dict[GroupShape, dict[Point, float]] = defaultdict(dict)
-    for (shape, point), seconds in sorted(found.items()):
-        by_shape[shape][point] = min(seconds)
-    return by_shape
+        found[key_of(row), (row.tokens, row.history, row.batch)].append(row.seconds)
+    by_key: dict[LatencyKey, dict[Point, float]] = defaultdict(dict)
+    for (key, point), seconds in sorted(found.items()):
+        by_key[key][point] = min(seconds)
+    return by_key
 
 
-def shape_of(row: StepRow) -> GroupShape:
-    """The shape that a row was measured with."""
+def key_of(row: StepRow) -> LatencyKey:
+    """What a row was measured of."""
     instances = sum(int(number) for number in row.group_shape.split("+"))
-    return GroupShape(strategy=row.strategy, sp=instances, tp=row.tp)
+    return LatencyKey(strategy=row.strategy, sp=instances, tp=row.tp)
 
 
 def links_by_kind(links: Iterable[LinkRow]) -> dict[str, list[LinkMeasurement]]:
@@ -119,10 +117,10 @@ def links_by_kind(links: Iterable[LinkRow]) -> dict[str, list[LinkMeasurement]]:
     return by_kind
 
 
-def _predicted(shape: GroupShape, points: dict[Point, float], point: Point) -> float:
+def _predicted(key: LatencyKey, points: dict[Point, float], point: Point) -> float:
     """Seconds at `point` by a fit to `points`."""
     tokens, history, batch = point
-    if shape.strategy == DECODE:
+    if key.strategy == DECODE:
         return _fit_iterations(points).predict_ns(batch, batch * history) / 1e9
     return _fit_steps(points).predict_batch_ns([(tokens, history)] * batch) / 1e9
 

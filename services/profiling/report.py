@@ -15,12 +15,12 @@ from csps.services.scheduling.latency_fit import fit_link
 def step_lines(rows: Sequence[StepRow]) -> list[str]:
     """Measured beside fitted, and what the fit without a point says about it."""
     lines = []
-    for shape, points in groupby(fitted_points(rows), key=lambda it: it.shape):
+    for key, points in groupby(fitted_points(rows), key=lambda it: it.key):
         group = list(points)
-        what = "decode" if shape.strategy == DECODE else f"prefill ({shape.strategy})"
+        what = "decode" if key.strategy == DECODE else f"prefill ({key.strategy})"
         lines += [
             "",
-            f"{what}, {shape.sp} instance{'s' * (shape.sp > 1)}, tp {shape.tp}",
+            f"{what}, {key.sp} instance{'s' * (key.sp > 1)}, tp {key.tp}",
             f"{'tokens':>8}{'history':>9}{'batch':>7}{'measured':>12}{'fitted':>12}"
             f"{'error':>8}{'held out':>10}",
             *map(_point_line, group),
@@ -61,14 +61,14 @@ def link_lines(rows: Sequence[LinkRow]) -> list[str]:
 def coefficient_lines(table: LatencyTable) -> list[str]:
     """The table in seconds, for reading and for copying into a cluster file."""
     lines = ["", f"latency table '{table.name}', digest {table.digest[:12]}"]
-    for shape, cost in table.steps:
+    for key, cost in table.steps:
         numbers = _numbers(cost.a, cost.b, cost.c, cost.d)
-        lines.append(f"  {shape.strategy}, {shape.sp} x tp {shape.tp}: a, b, c, d = {numbers}")
-    for shape, decode in table.decode:
+        lines.append(f"  {key.strategy}, {key.sp} x tp {key.tp}: a, b, c, d = {numbers}")
+    for key, decode in table.decode:
         for name, line in (("up to", decode.small), ("above", decode.large)):
             numbers = _numbers(line.a, line.b, line.c)
             lines.append(
-                f"  decode, {shape.sp} x tp {shape.tp}, {name} {decode.tipping_batch} requests: "
+                f"  decode, {key.sp} x tp {key.tp}, {name} {decode.tipping_batch} requests: "
                 f"a, b, c = {numbers}"
             )
     return lines

@@ -18,6 +18,7 @@ from dataclasses import replace
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     AUTO,
     RequestClass,
@@ -28,9 +29,9 @@ from csps.protocols.plans import (
 )
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable, shape_of
+from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
 from csps.services.scheduling.events import AnyEvent, Calibrated
-from csps.services.scheduling.latency import GroupShape, LatencyTable
+from csps.services.scheduling.latency import LatencyKey, LatencyTable
 from csps.services.scheduling.latency_refit import Refit
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ class CostBook:
         if gang.role == "decode":
             return
         places = sorted(map(Location.parse, gang.locations))
-        shapes = {shape_of(places[:count], gang.tp): None for count in range(1, len(places) + 1)}
+        shapes = {
+            GroupShape.of(places[:count], gang.tp): None for count in range(1, len(places) + 1)
+        }
         exponents = range(LONGEST.bit_length())
         self._want([Bucket(AUTO, *it) for it in itertools.product(shapes, exponents)])
 
@@ -172,10 +175,10 @@ class CostBook:
         """A step has ended: how long it took, computing and exchanging."""
         if self._refit is None:
             return
-        shape = GroupShape(strategy=command.strategy, sp=len(command.group), tp=tp)
+        key = LatencyKey(strategy=command.strategy, sp=len(command.group), tp=tp)
         rows = [(piece.length, piece.start) for piece in command.pieces]
         try:
-            self._refit.observe(shape, rows, int(took_s * 1e9))
+            self._refit.observe(key, rows, int(took_s * 1e9))
         except ConfigError:
             return  # nothing of this kind was ever profiled: there is nothing to correct
         now, new = time.monotonic(), self._refit.observations - self._refitted

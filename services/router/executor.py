@@ -10,6 +10,7 @@ from typing import Any
 
 from csps.protocols.errors import ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.gang_client import GangClient
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.messages import CancelRequest, JoinBatch
 from csps.protocols.schema import pack
 from csps.protocols.topology import Location
@@ -24,7 +25,7 @@ from csps.services.router.step_messages import kv_shares, prefill_messages, rese
 from csps.services.router.steps import Steps
 from csps.services.router.trim import trimmed
 from csps.services.scheduling import commands
-from csps.services.scheduling.cost import Bucket, shape_of
+from csps.services.scheduling.cost import Bucket
 from csps.services.scheduling.events import AnyEvent, StepDone
 from csps.services.scheduling.ids import SequenceId, gang_of, index_of
 
@@ -273,4 +274,4 @@ def _bucket(command: commands.RunStep, gang: GangClient) -> Bucket:
     """Of the cost table, that the step's strategy was looked up in."""
     places = [Location.parse(gang.locations[index_of(it)]) for it in command.group]
     exponent = command.bounds[-1].bit_length() - 1
-    return Bucket(command.cls, shape_of(places, gang.tp), exponent)
+    return Bucket(command.cls, GroupShape.of(places, gang.tp), exponent)

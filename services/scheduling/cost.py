@@ -11,7 +11,7 @@ by its digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from csps.protocols.errors import ConfigError
-from csps.protocols.topology import Location
+from csps.protocols.group_shape import GroupShape
 
 EXACT = "exact"
 """The class of requests that allow exact attention only."""
@@ -28,20 +28,6 @@ QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
 MAX_COLD = 4_096
 """Cold buckets that are remembered at a time."""
-
-
-class GroupShape(NamedTuple):
-    """What the cost of a step depends on, of the group that computes it."""
-
-    servers: tuple[int, ...]
-    """Instances on each server, in topology order."""
-    tp: int = 1
-    """Ranks of each instance."""
-
-    @property
-    def sp(self) -> int:
-        """Instances of the group."""
-        return sum(self.servers)
 
 
 class Bucket(NamedTuple):
@@ -251,19 +237,6 @@ def cold_strategy(cls: str) -> str:
     """
     strategy, slash, _ = cls.partition("/")
     return strategy if slash else EXACT_STRATEGY
-
-
-def shape_of(places: Sequence[Location], tp: int) -> GroupShape:
-    """The shape of a group whose instances stand at these places, in topology order."""
-    servers: list[int] = []
-    rack = server = -1
-    for place in places:
-        if place.server == server and place.rack == rack:
-            servers[-1] += 1
-        else:
-            servers.append(1)
-            rack, server = place.rack, place.server
-    return GroupShape(tuple(servers), tp)
 
 
 def _quantised(time_ns: int) -> int:

@@ -161,8 +161,8 @@ class LinkCost:
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class GroupShape:
-    """What coefficients are fitted for."""
+class LatencyKey:
+    """What coefficients are fitted for; it makes no difference on which servers instances stand."""
 
     strategy: str
     sp: int
@@ -179,8 +179,8 @@ class LatencyTable:
     """Where they come from, for people."""
     exact: str
     """Strategy that a caller means who names none."""
-    steps: tuple[tuple[GroupShape, StepCost], ...]
-    decode: tuple[tuple[GroupShape, DecodeCost], ...] = ()
+    steps: tuple[tuple[LatencyKey, StepCost], ...]
+    decode: tuple[tuple[LatencyKey, DecodeCost], ...] = ()
     links: tuple[tuple[str, LinkCost], ...] = ()
     """By kind: "inside" a server, "between" two."""
 
@@ -253,8 +253,8 @@ def parse_table(canonical: bytes) -> LatencyTable:
         return LatencyTable(
             name=str(data["name"]),
             exact=str(data["exact"]),
-            steps=tuple((GroupShape(**key), StepCost(**cost)) for key, cost in data["steps"]),
-            decode=tuple((GroupShape(**key), _parse_decode(cost)) for key, cost in data["decode"]),
+            steps=tuple((LatencyKey(**key), StepCost(**cost)) for key, cost in data["steps"]),
+            decode=tuple((LatencyKey(**key), _parse_decode(cost)) for key, cost in data["decode"]),
             links=tuple((str(kind), LinkCost(**cost)) for kind, cost in data["links"]),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -269,7 +269,7 @@ def _parse_decode(data: Mapping[str, Any]) -> DecodeCost:
     )
 
 
-def _sizes(entries: Sequence[tuple[GroupShape, T]], strategy: str, tp: int) -> dict[int, T]:
+def _sizes(entries: Sequence[tuple[LatencyKey, T]], strategy: str, tp: int) -> dict[int, T]:
     """What was measured with a strategy and a tensor parallelism, by number of instances."""
     sizes = {it.sp: cost for it, cost in entries if (it.strategy, it.tp) == (strategy, tp)}
     if not sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from csps.services.scheduling.latency import GroupShape, LatencyTable, StepCost
+from csps.services.scheduling.latency import LatencyKey, LatencyTable, StepCost
 
 TETRIS_TABLE_1: dict[int, dict[int, float]] = {
     1: {4: 0.28, 8: 0.57, 16: 1.29, 32: 3.22, 64: 9.05, 128: 29.20},
@@ -35,9 +35,9 @@ so history costs what Eq. 1 says: c = 2d."""
 
 def _steps(
     strategy: str, fits: dict[tuple[int, int], tuple[float, float, float]]
-) -> tuple[tuple[GroupShape, StepCost], ...]:
+) -> tuple[tuple[LatencyKey, StepCost], ...]:
     return tuple(
-        (GroupShape(strategy=strategy, sp=sp, tp=tp), StepCost.of_seconds(a, b, 2 * d, d))
+        (LatencyKey(strategy=strategy, sp=sp, tp=tp), StepCost.of_seconds(a, b, 2 * d, d))
         for (sp, tp), (a, b, d) in fits.items()
     )
 

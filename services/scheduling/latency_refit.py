@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from csps.services.scheduling.latency import GroupShape, LatencyTable, Row, StepCost
+from csps.services.scheduling.latency import LatencyKey, LatencyTable, Row, StepCost
 from csps.services.scheduling.latency_fit import step_columns, weight_of
 from csps.services.scheduling.least_squares import NormalEquations
 
@@ -36,10 +36,10 @@ class Refit:
 
     def __init__(self, table: LatencyTable) -> None:
         self._table = table
-        self._seen: dict[GroupShape, _ShapeRefit] = {}
+        self._seen: dict[LatencyKey, _KeyRefit] = {}
         self.observations = 0
 
-    def observe(self, shape: GroupShape, rows: Sequence[Row], took_ns: int) -> None:
+    def observe(self, key: LatencyKey, rows: Sequence[Row], took_ns: int) -> None:
         """Count a step that has ended.
 
         Raises:
@@ -47,21 +47,21 @@ class Refit:
         """
         if took_ns <= 0 or not rows:
             return
-        if shape not in self._seen:
-            base = self._table.step(shape.sp, shape.tp, shape.strategy)
-            self._seen[shape] = _ShapeRefit(base)
-        self._seen[shape].observe(rows, took_ns)
+        if key not in self._seen:
+            base = self._table.step(key.sp, key.tp, key.strategy)
+            self._seen[key] = _KeyRefit(base)
+        self._seen[key].observe(rows, took_ns)
         self.observations += 1
 
     def table(self) -> LatencyTable:
         """The first table with the groups refitted that were observed."""
         steps = dict(self._table.steps)
-        steps.update((shape, refit.cost()) for shape, refit in self._seen.items())
+        steps.update((key, refit.cost()) for key, refit in self._seen.items())
         return replace(self._table, steps=tuple(sorted(steps.items(), key=lambda it: it[0])))
 
 
-class _ShapeRefit:
-    """Coefficients of one group shape."""
+class _KeyRefit:
+    """Coefficients of one key."""
 
     def __init__(self, base: StepCost) -> None:
         self._base = base

@@ -10,7 +10,7 @@ from __future__ import annotations
 from csps.services.scheduling.latency import (
     DecodeCost,
     DecodeLine,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     LinkCost,
     StepCost,
@@ -38,11 +38,11 @@ SHIPPED = LatencyTable(
     name="needle on two cores, shipped",
     exact="ulysses",
     steps=tuple(
-        (GroupShape(strategy="ulysses", sp=sp), StepCost.of_seconds(*fit))
+        (LatencyKey(strategy="ulysses", sp=sp), StepCost.of_seconds(*fit))
         for sp, fit in _STEPS.items()
     ),
     decode=tuple(
-        (GroupShape(strategy="decode", sp=sp), _decode(*fit)) for sp, fit in _DECODE.items()
+        (LatencyKey(strategy="decode", sp=sp), _decode(*fit)) for sp, fit in _DECODE.items()
     ),
     links=(("inside", LinkCost.of_seconds(*_INSIDE)),),
 )

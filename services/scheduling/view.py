@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
-from csps.services.scheduling.cost import Choice, GroupShape
+from csps.services.scheduling.cost import Choice
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
 from csps.services.scheduling.state import Line
 

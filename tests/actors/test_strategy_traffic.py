@@ -21,7 +21,7 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.ulysses import Ulysses
 from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.shapes import AttentionShape, GroupShape
+from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,
     gathered_weights_traffic,
@@ -29,6 +29,7 @@ from csps.configurator.traffic import (
     ulysses_traffic,
 )
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Topology
 
 LAYERS, TOKENS, FP32 = 2, 48, 4
@@ -68,10 +69,7 @@ def gang(
 def group_of(gang: StrategyRanks) -> GroupShape:
     """The first half of the instances on one server."""
     instances = gang.engines[0].layout.instances
-    return GroupShape(
-        servers=tuple(2 * index // instances for index in range(instances)),
-        tp=gang.engines[0].layout.tp,
-    )
+    return GroupShape((-(-instances // 2), instances // 2), gang.engines[0].layout.tp)
 
 
 def _counted(
@@ -109,14 +107,14 @@ def measured(gang: StrategyRanks, make: MakeStrategy) -> Traffic:
     for engine in gang.engines:
         for peer, sent in enumerate(engine.mesh.bytes_sent):
             elements = sent / FP32 / LAYERS
-            here = group.servers[engine.instance]
-            near = group.servers[engine.layout.instance_of(peer)] == here
+            here = group.instance_servers[engine.instance]
+            near = group.instance_servers[engine.layout.instance_of(peer)] == here
             total += Traffic(inside=elements) if near else Traffic(between=elements)
     return total
 
 
 def locations_of(group: GroupShape) -> list[str]:
-    return [f"0-{server}-{index}" for index, server in enumerate(group.servers)]
+    return [f"0-{server}-{index}" for index, server in enumerate(group.instance_servers)]
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.router import cost_book
 from csps.services.router.cost_book import CostBook
 from csps.services.scheduling.commands import Piece, RunStep
-from csps.services.scheduling.cost import CostTable, GroupShape
+from csps.services.scheduling.cost import CostTable
 from csps.services.scheduling.events import AnyEvent, Calibrated
 from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.latency_shipped import SHIPPED

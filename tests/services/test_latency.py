@@ -14,7 +14,7 @@ from csps.services.scheduling.latency import (
     FRACTION_BITS,
     DecodeCost,
     DecodeLine,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     LinkCost,
     StepCost,
@@ -41,7 +41,7 @@ lengths = st.integers(0, 1_000_000)
 
 def table_of(**fields: object) -> LatencyTable:
     """A small table with one group size."""
-    steps = ((GroupShape(strategy="ulysses", sp=1), StepCost.of_seconds(1e-3, 1e-6, 0, 0)),)
+    steps = ((LatencyKey(strategy="ulysses", sp=1), StepCost.of_seconds(1e-3, 1e-6, 0, 0)),)
     return LatencyTable(**{"name": "t", "exact": "ulysses", "steps": steps, **fields})  # type: ignore[arg-type]
 
 
@@ -131,8 +131,8 @@ def test_between_measured_sizes_a_prediction_is_monotone(
     first: StepCost, last: StepCost, length: int, history: int
 ) -> None:
     steps = (
-        (GroupShape(strategy="ulysses", sp=2), first),
-        (GroupShape(strategy="ulysses", sp=16), last),
+        (LatencyKey(strategy="ulysses", sp=2), first),
+        (LatencyKey(strategy="ulysses", sp=16), last),
     )
     table = table_of(steps=steps)
     times = [table.step(sp).predict_ns(length, history) for sp in range(2, 17)]
@@ -145,7 +145,7 @@ def test_between_measured_sizes_a_prediction_is_monotone(
 
 def test_what_shrinks_with_the_group_goes_on_shrinking_beyond_the_measured_sizes() -> None:
     two = StepCost.of_seconds(0.1, 1e-5, 2e-9, 1e-9)
-    table = table_of(steps=((GroupShape(strategy="ulysses", sp=2), two),))
+    table = table_of(steps=((LatencyKey(strategy="ulysses", sp=2), two),))
     assert table.step(4) == StepCost(a=two.a, b=two.b // 2, c=two.c // 2, d=two.d // 2)
     assert table.step(1) == StepCost(a=two.a, b=two.b * 2, c=two.c * 2, d=two.d * 2)
 
@@ -169,7 +169,7 @@ def test_decode_groups_are_interpolated_alike() -> None:
     lines = [DecodeLine.of_seconds(1e-3, b, 1e-5) for b in (4e-9, 1e-9)]
     decode = tuple(
         (
-            GroupShape(strategy="decode", sp=sp),
+            LatencyKey(strategy="decode", sp=sp),
             DecodeCost(small=line, large=line, tipping_batch=8),
         )
         for sp, line in zip((1, 4), lines, strict=True)
@@ -205,7 +205,7 @@ def test_a_table_survives_its_bytes_and_its_digest_names_its_coefficients() -> N
     line = DecodeLine.of_seconds(1e-3, 1e-8, 1e-5)
     decode = DecodeCost(small=line, large=line, tipping_batch=4)
     table = table_of(
-        decode=((GroupShape(strategy="decode", sp=1), decode),),
+        decode=((LatencyKey(strategy="decode", sp=1), decode),),
         links=(("inside", LinkCost.of_seconds(1e-4, 1e-9)),),
     )
     again = parse_table(table.canonical)

@@ -15,7 +15,7 @@ from csps.protocols.errors import ConfigError
 from csps.services.scheduling.latency import (
     DecodeCost,
     DecodeLine,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     LinkCost,
     StepCost,
@@ -33,7 +33,7 @@ from csps.services.scheduling.latency_refit import Refit
 from csps.services.scheduling.least_squares import NormalEquations
 
 LENGTHS = (128, 512, 1024, 4096, 8192, 16_384, 32_768)
-SHAPE = GroupShape(strategy="ulysses", sp=2)
+SHAPE = LatencyKey(strategy="ulysses", sp=2)
 
 
 def seconds(low: float, high: float) -> st.SearchStrategy[float]:
@@ -268,7 +268,7 @@ def test_the_same_observations_give_the_same_bytes_whenever_a_table_is_asked_for
 
 def test_a_group_size_that_was_never_profiled_gets_an_entry_of_its_own() -> None:
     refit = Refit(table(BASE))
-    wide = GroupShape(strategy="ulysses", sp=4)
+    wide = LatencyKey(strategy="ulysses", sp=4)
     for length in LENGTHS * 20:
         refit.observe(wide, [(length, 0)], BASE.predict_ns(length))  # no faster than two
     assert refit.table().step(4).predict_ns(8192) == pytest.approx(BASE.predict_ns(8192), rel=0.05)
@@ -277,4 +277,4 @@ def test_a_group_size_that_was_never_profiled_gets_an_entry_of_its_own() -> None
 
 def test_steps_of_an_unknown_strategy_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no latencies of csa"):
-        Refit(table(BASE)).observe(GroupShape(strategy="csa", sp=2), [(1, 0)], 1)
+        Refit(table(BASE)).observe(LatencyKey(strategy="csa", sp=2), [(1, 0)], 1)

@@ -18,10 +18,10 @@ from http_over_ranks import Served, served
 from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.shapes import GroupShape
 from csps.configurator.traffic import gathered_weights_traffic
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa import CsaPlan, LayerGroup
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.services.cluster.configurator import attention_shape, make_rules
 from csps.services.launch.settings import PrefillSettings, Settings, TopologySettings
@@ -169,7 +169,7 @@ async def test_exact_sp_tp_knows_the_servers_of_its_group(wide: Path) -> None:
 async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     """Beside the words that begin each layer, and the last row's attention in the last one."""
     shape = attention_shape(Settings(model=str(narrow)))
-    counted = gathered_weights_traffic(shape, GroupShape(servers=(0, 0), tp=2), 1100).cost(1.0)
+    counted = gathered_weights_traffic(shape, GroupShape((2,), tp=2), 1100).cost(1.0)
     async with deployed(narrow) as server:
         check(await ask(server, 1100), narrow, 1100, "gathered_weights")
         await server.settled()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from csps.services.scheduling.cost import GroupShape
+from csps.protocols.group_shape import GroupShape
 from csps.services.scheduling.decisions import (
     Blocked,
     Decision,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
-from csps.services.scheduling.cost import GroupShape, shape_of
 from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.view import GangView, InstanceView
 
@@ -72,7 +72,7 @@ class PrefillOverlay:
 
     def shape(self, group: list[Spot]) -> GroupShape:
         """Of instances in topology order."""
-        return shape_of([it.place for it in group], self._tp)
+        return GroupShape.of([it.place for it in group], self._tp)
 
     def spare_ns(self, spot: Spot) -> int | None:
         """What urgent steps on an instance may still cost; None if they overtake nothing."""

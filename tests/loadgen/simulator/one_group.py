@@ -33,7 +33,7 @@ from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.latency import (
     DecodeCost,
     DecodeLine,
-    GroupShape,
+    LatencyKey,
     LatencyTable,
     StepCost,
 )
@@ -61,9 +61,9 @@ def cluster(
             exact="ring_kv",
             # The same for all sizes: what is between two sizes is interpolated.
             steps=tuple(
-                (GroupShape(strategy="ring_kv", sp=sp), cost) for sp in range(1, instances + 1)
+                (LatencyKey(strategy="ring_kv", sp=sp), cost) for sp in range(1, instances + 1)
             ),
-            decode=((GroupShape(strategy="decode", sp=decode), decode_cost),),
+            decode=((LatencyKey(strategy="decode", sp=decode), decode_cost),),
         ),
         **options,
     )

@@ -21,7 +21,7 @@ from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import main, scheduler_of
 from csps.protocols.errors import ConfigError
-from csps.services.scheduling.latency import GroupShape, StepCost
+from csps.services.scheduling.latency import LatencyKey, StepCost
 
 UNBOUNDED = {"max_batch": 1 << 30}
 """Nothing but prefill holds a request up."""
@@ -272,6 +272,6 @@ def test_mistakes_are_named(arguments: list[str], message: str) -> None:
 def test_every_shape_of_group_has_a_time() -> None:
     """Sizes between those of Table 1 are interpolated, and larger groups are faster at length."""
     table = load_cluster("tetris-16").table
-    assert GroupShape(strategy="exact", sp=16) in dict(table.steps)
+    assert LatencyKey(strategy="exact", sp=16) in dict(table.steps)
     times = [table.step(sp).predict_ns(131_072) for sp in range(1, 17)]
     assert times == sorted(times, reverse=True)

@@ -10,6 +10,7 @@ from property_examples import examples
 from scheduler_cell import gang_up
 
 from csps.protocols.errors import ConfigError
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.near_places import near_places
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import (
@@ -17,10 +18,8 @@ from csps.services.scheduling.cost import (
     Bucket,
     Costs,
     CostTable,
-    GroupShape,
     StepTimes,
     Unmeasured,
-    shape_of,
 )
 from csps.services.scheduling.ledger import Ledger
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
@@ -265,13 +264,6 @@ def test_another_table_is_put_in_force_by_its_digest() -> None:
     costs = Costs(first, {second.digest: second})
     costs.use(second.digest)
     assert costs.best("fast", TWO, 0, 100).strategy == "ring_kv"
-
-
-def test_the_shape_of_a_group_counts_instances_by_server() -> None:
-    places = [Location.parse(it) for it in ("0-0-0", "0-0-3", "0-1-0", "1-1-0", "1-1-1")]
-    assert shape_of(places, 2) == GroupShape((2, 1, 2), 2)
-    assert shape_of(places, 2).sp == 5
-    assert shape_of(places[:1], 1) == GroupShape((1,), 1)
 
 
 # --- settings --------------------------------------------------------------------------------

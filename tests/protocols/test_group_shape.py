@@ -1,0 +1,33 @@
+"""What a group looks like to formulas and tables."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.group_shape import GroupShape
+from csps.protocols.topology import Location, Topology
+
+PLACES = st.builds(Location, *[st.integers(0, last) for last in (2, 2, 3)])
+
+
+def test_instances_are_counted_by_server() -> None:
+    places = [Location.parse(it) for it in ("0-0-0", "0-0-3", "0-1-0", "1-1-0", "1-1-1")]
+    shape = GroupShape.of(places, 2)
+    assert shape == GroupShape((2, 1, 2), 2)
+    assert (shape.sp, shape.ranks) == (5, 10)
+    assert shape.instance_servers == (0, 0, 1, 2, 2)
+    assert shape.rank_servers == (0, 0, 0, 0, 1, 1, 2, 2, 2, 2)
+    assert GroupShape.of(places[:1], 1) == GroupShape((1,), 1)
+
+
+@given(st.sets(PLACES, min_size=1), st.integers(1, 4))
+def test_servers_are_those_of_the_topology(found: set[Location], tp: int) -> None:
+    places = sorted(found)
+    shape = GroupShape.of(places, tp)
+    assert shape.servers == tuple(map(len, Topology(tuple(places)).servers))
+    assert shape.sp == len(places) == len(shape.instance_servers)
+    for one, server in zip(places, shape.instance_servers, strict=True):
+        for other, other_server in zip(places, shape.instance_servers, strict=True):
+            assert (one.server_id == other.server_id) == (server == other_server)
+    assert len(shape.rank_servers) == shape.ranks == tp * shape.sp
