@@ -111,10 +111,10 @@ class Retries:
 
     def gang_lost(self, gang: Gang, reason: str) -> None:
         """Everything that needs the gang starts over elsewhere; the rest goes on."""
+        inside = self._sequences.inside(gang)
+        if len(inside) == 1 and not inside[0].over:
+            inside[0].request.lone_losses += 1
         needing = self._sequences.drop(gang)
-        computed = [it for it in needing if it.prefill is gang and not it.landed]
-        if len(computed) == 1:
-            computed[0].request.lone_losses += 1
         error = wire_error(GangLost(f"the {gang.role} gang was lost: {reason}"))
         for sequence in needing:
             self.failed(sequence, error, pause=False)

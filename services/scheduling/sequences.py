@@ -170,6 +170,10 @@ class Sequences:
             if sequence.over:
                 self.by_id.pop(sequence.id, None)
 
+    def inside(self, gang: Gang) -> list[Sequence]:
+        """Those that the gang computes, or holds KV slots for."""
+        return [it for it in self.by_id.values() if _is_inside(it, gang)]
+
     def drop(self, gang: Gang) -> list[Sequence]:
         """A gang is gone. Returns the sequences that cannot go on without it."""
         self.ledger.drop(gang)
@@ -199,6 +203,12 @@ def decode_slots(
     slots = {it.instance: it.stop - it.start for it in shares}
     slots[master] = slots.get(master, 0) + output_tokens
     return slots
+
+
+def _is_inside(sequence: Sequence, gang: Gang) -> bool:
+    if sequence.decode is gang:
+        return bool(sequence.unfreed)
+    return sequence.prefill is gang and not sequence.landed and not sequence.over
 
 
 def _needs(sequence: Sequence, gang: Gang) -> bool:

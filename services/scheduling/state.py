@@ -121,7 +121,7 @@ class Request(Live, kw_only=True, eq=False):
     """Tokens of the answer that were delivered."""
     attempts: int = 0
     lone_losses: int = 0
-    """Prefill gangs that died while nobody but this request was in them."""
+    """Gangs that died while nobody but this request was in them."""
     waiting: bool = True
     """In the line, or in the pause before another attempt."""
     sequence: Sequence | None = None

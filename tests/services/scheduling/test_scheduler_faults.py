@@ -93,8 +93,8 @@ def test_what_was_drawn_before_several_faults_adds_up() -> None:
     second = sent(desk.turn(*replaced_decode(desk)))
     assert (second.reserve.prompt_tokens, second.reserve.output_tokens) == (504, 6)
     desk.turn(*second.joined())
-    desk.turn(ev.Progress(drawn=((second.sequence, 9),)), ev.GangDown(gang=4, reason="died again"))
-    third = sent(desk.turn(desk.decode(5), ev.LinkUp(prefill=1, decode=5)))
+    desk.turn(second.failed(9))
+    third = sent(desk.wait())
     assert (third.reserve.prompt_tokens, third.reserve.output_tokens) == (509, 1)
 
 
@@ -157,24 +157,68 @@ def test_a_request_is_tried_so_often_and_no_more() -> None:
     assert desk.scheduler.counts.running == desk.scheduler.counts.waiting == 0
 
 
-def test_a_request_that_may_be_killing_gangs_gets_two_of_them() -> None:
-    desk = Desk(limits=QueueLimits(max_attempts=10)).ready()
+def many_attempts() -> Desk:
+    return Desk(limits=QueueLimits(max_attempts=10)).ready()
+
+
+def lose(desk: Desk, gang: int) -> list[cmd.AnyCommand]:
+    return desk.turn(ev.GangDown(gang=gang, reason="rank 1 died"))
+
+
+@pytest.mark.parametrize("second", ["prefill", "decode"])
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_a_request_that_may_be_killing_gangs_gets_two_of_them(first: str, second: str) -> None:
+    """Whether it dies while its prompt is computed or while it decodes."""
+    desk = many_attempts()
+    gangs = {"prefill": 1, "decode": 2}
     plan = desk.start()
-    assert len(only(desk.turn(PREFILL_DOWN), cmd.Restart)) == 1
-    sent(desk.turn(*replaced_prefill(desk)))
-    commands = desk.turn(ev.GangDown(gang=3, reason="rank 1 died"))
+    if first == "decode":
+        desk.turn(*plan.joined())
+    assert len(only(lose(desk, gangs[first]), cmd.Restart)) == 1
+    gangs[first] = 3
+    up = desk.prefill(3) if first == "prefill" else desk.decode(3)
+    again = sent(desk.turn(*plan.freed(), up, ev.LinkUp(**gangs)))
+    if second == "decode":
+        desk.turn(*again.joined())
+    commands = lose(desk, gangs[second])
     assert [it.request for it in only(commands, cmd.Fail)] == [plan.request]
 
 
+def test_gangs_that_a_request_has_left_alone_do_not_count() -> None:
+    desk = many_attempts()
+    plan = desk.start()
+    desk.turn(*plan.joined())
+    for gang in range(3, 9):
+        assert lose(desk, 1 if gang == 3 else gang - 1) == []
+        desk.turn(desk.prefill(gang), ev.LinkUp(prefill=gang, decode=2))
+    assert len(only(lose(desk, 2), cmd.Restart)) == 1
+
+
 def test_a_request_in_company_is_not_suspected() -> None:
-    desk = Desk(limits=QueueLimits(max_attempts=10)).ready()
+    desk = many_attempts()
     desk.start()
     desk.start()
     desk.turn(PREFILL_DOWN)
     for gang in range(3, 9):
         desk.turn(desk.prefill(gang), ev.LinkUp(prefill=gang, decode=2))
-        commands = desk.turn(ev.GangDown(gang=gang, reason="died"))
+        commands = lose(desk, gang)
         assert len(only(commands, cmd.Restart)) == 2
+
+
+def test_a_request_that_decodes_in_company_is_not_suspected() -> None:
+    """Not even where the others are over, and only their slots are still held."""
+    desk = many_attempts()
+    gang = 2
+    first = desk.start()
+    desk.turn(*first.joined())
+    for number in range(3, 9):
+        other = desk.start()
+        desk.turn(*other.joined())
+        desk.turn(ev.Cancelled(request=other.request))
+        assert len(only(lose(desk, gang), cmd.Restart)) == 1
+        gang = number
+        first = sent(desk.turn(desk.decode(gang), ev.LinkUp(prefill=1, decode=gang)))
+        desk.turn(*first.joined())
 
 
 def test_waiting_for_a_gang_has_an_end() -> None:
