@@ -70,6 +70,8 @@ class Plan:
     """With attention "csa"; and, with one exact level, for exact SP-TP, which needs to know where
     its group stands."""
     predicted_ttft_ms: float | None = None
+    """From submission, as predicted when the prompt got its place; None where a former attempt has
+    drawn the first token."""
     predicted_accuracy_loss: float | None = None
     reason: str = ""
 

@@ -57,6 +57,7 @@ class Running:
     undone: list[int] = field(default_factory=list)
     delayed_ns: int = 0
     """Time of urgent steps on its instances since it was launched, added up over them."""
+    ended_ns: int = 0
 
 
 class TimedCell:
@@ -177,6 +178,7 @@ class TimedCell:
     def _end_step(self, step: Running) -> None:
         del self.steps[step.command.step]
         self.ended_steps.append(step)
+        step.ended_ns = self.now_ns
         took_ns = round(self.predicted_ns(step.command) * self._measured)
         for piece in step.command.pieces:
             reserve = self._reserved[piece.sequence]

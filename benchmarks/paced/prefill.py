@@ -133,4 +133,5 @@ def _step(job: PrefillJob) -> RunStep:
         strategy=job.strategy,
         cls="exact",
         urgent=job.urgent,
+        ends_ns=0,
     )

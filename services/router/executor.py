@@ -176,12 +176,13 @@ class Executor:
             gang.notify(rank, "prefill", message)
         self._steps.launched(command, gang, sequences)
         for piece, sequence in zip(command.pieces, sequences, strict=True):
+            running = sequence.running
             if piece.start == 0:
-                running = sequence.running
                 running.placement = _shown(command, sequence)
                 why = self._costs.why(_bucket(command, gang), command.strategy)
                 running.plan = shown_plan(command, running.generation, csa, why)
                 self._requests.launched(running)
+            running.expect_first_token(command.ends_ns)
 
     # --- decoding ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -253,6 +253,12 @@ class Running:
         placed = marks.placed or now
         self.timings.queue_s = placed - marks.queued
         self.timings.plan_s = now - placed
+
+    def expect_first_token(self, at_ns: int) -> None:
+        """The last step that was sent so far will have ended then (`time.monotonic_ns()`)."""
+        if self.plan is not None and self.marks.first_token is None:
+            ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
+            self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms)
 
     def first_token_at(self, now: float) -> None:
         """The first token of the answer was drawn; its KV may still be on the way."""

@@ -70,6 +70,8 @@ class RunStep(Command, frozen=True, tag="run_step"):
     """Of all pieces; the executor elaborates levels and micro-partitions for this very group."""
     urgent: bool
     """May run inside a step that is not urgent."""
+    ends_ns: int
+    """When it will have been computed, as predicted at its launch."""
 
 
 class SetGroup(Command, frozen=True, tag="set_group"):

@@ -121,7 +121,7 @@ class Plans:
             launched_ns=self._turn.now_ns,
             undone=dict.fromkeys(planned.group),
         )
-        self._steps.launch(step, instances, _slots(planned))
+        ends_ns = self._steps.launch(step, instances, _slots(planned))
         self._turn.emit(
             RunStep(
                 step=step.id,
@@ -137,6 +137,7 @@ class Plans:
                 strategy=planned.strategy,
                 cls=computed[0].request.cls,
                 urgent=planned.urgent,
+                ends_ns=ends_ns,
             )
         )
         return step

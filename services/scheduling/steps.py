@@ -16,8 +16,8 @@ class Steps:
         self.ledger = Ledger()
         self.by_id: dict[StepId, Step] = {}
 
-    def launch(self, step: Step, instances: list[Instance], slots: dict[InstanceId, int]) -> None:
-        """Take the step's slots and predict when it ends."""
+    def launch(self, step: Step, instances: list[Instance], slots: dict[InstanceId, int]) -> int:
+        """Take the step's slots. Returns when it ends, as predicted."""
         self.ledger.reserve(step.id, slots)
         self.by_id[step.id] = step
         for sequence in step.sequences:
@@ -30,6 +30,9 @@ class Steps:
                 instance.long_steps += 1
                 instance.free_at_ns = begin_ns + step.predicted_ns
             instance.steps[step.id] = step
+        if step.urgent:  # it waits for other urgent ones at most
+            return max(min(it.free_at_ns, self._turn.now_ns + it.urgent_ns) for it in instances)
+        return begin_ns + step.predicted_ns
 
     def _overtake(self, step: Step, instance: Instance) -> None:
         """An urgent step goes first: everything that is not urgent ends so much later."""

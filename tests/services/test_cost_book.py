@@ -34,6 +34,7 @@ def step(number: int, strategy: str = "ulysses") -> RunStep:
         strategy=strategy,
         cls="auto",
         urgent=False,
+        ends_ns=0,
     )
 
 

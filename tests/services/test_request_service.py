@@ -50,6 +50,17 @@ async def test_a_request_runs_from_submission_to_its_last_token() -> None:
             assert getattr(timings, name) >= 0
         assert running.explain()["plan"]["reason"].startswith("exact attention loses nothing; ")
         assert running.explain()["placement"]["bounds"] == (0, 300)
+        assert running.explain()["plan"]["predicted_ttft_ms"] == pytest.approx(30 + 5, abs=5)
+
+
+async def test_no_first_token_is_predicted_where_it_has_been_drawn() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit()
+        await cell.decoding(running)
+        await cell.decode.kill(0)
+        await cell.replace(FakeGang("decode", "d2"))
+        await until(lambda: running.timings.attempts == 2 and running.state == "prefill")
+        assert running.explain()["plan"]["predicted_ttft_ms"] is None
 
 
 async def test_each_rank_gets_its_own_tokens_and_every_rank_gets_the_job() -> None:

@@ -191,6 +191,7 @@ class OneGroup:
                 strategy="ring_kv",
                 cls=submitted.cls,
                 urgent=self._urgent(submitted),
+                ends_ns=0,
             ),
         ]
 

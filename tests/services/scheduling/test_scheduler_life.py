@@ -35,6 +35,18 @@ def test_a_request_runs_from_submission_to_its_last_token() -> None:
     assert desk.wake_at_ns is None or desk.wait(until_ns=desk.now_ns + 10**12) == []
 
 
+def test_a_step_ends_when_those_before_it_have_ended() -> None:
+    """As predicted: a token takes as long as it takes, shared by the group."""
+    desk = Desk().ready()
+    alone = desk.start(3000).step
+    behind = desk.start(3000).step
+    predicted_ns = alone.ends_ns - (desk.now_ns - MS)
+    assert behind.ends_ns == alone.ends_ns + predicted_ns
+    short = desk.start(50).step
+    assert short.urgent
+    assert desk.now_ns < short.ends_ns < alone.ends_ns
+
+
 def test_ids_contain_the_highest_generation_and_never_come_again() -> None:
     desk = Desk()
     desk.turn(desk.prefill(generation=7), desk.decode(generation=3), LINK)
