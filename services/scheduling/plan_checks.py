@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, Ride, StartPlan
 from csps.services.scheduling.gangs import Gangs
@@ -28,7 +29,7 @@ class PlanChecks:
             lengths = _computed(plan.steps)
             assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
             for placement in plan.decode:
-                self._check_placement(placement, lengths, pair.decode.id)
+                self._check_placement(placement, lengths, pair)
         for ride in rides:
             self._check_ride(ride)
         for instance, count in self._slots.items():
@@ -61,19 +62,23 @@ class PlanChecks:
 
     def _check_ride(self, ride: Ride) -> None:
         gang = gang_of(ride.placement.master)
-        assert any(gang == pair.decode.id for pair in self._gangs.pairs), "a ride on no pair"
+        pairs = [it for it in self._gangs.pairs if it.decode.id == gang]
+        assert pairs, "a ride on no pair"
         assert ride.budget > 0, "a ride that never moves"
         request = self._waiting(ride.placement.request)
-        self._check_placement(ride.placement, {request.id: request.prompt_tokens}, gang)
+        widest = max(pairs, key=attrgetter("max_positions"))
+        self._check_placement(ride.placement, {request.id: request.prompt_tokens}, widest)
 
     def _take(self, instance: InstanceId, slots: int, gang: GangId) -> None:
         assert gang_of(instance) == gang, "an instance of another gang"
         self._slots[instance] = self._slots.get(instance, 0) + slots
 
     def _check_placement(
-        self, placement: DecodePlacement, lengths: dict[RequestId, int], gang: GangId
+        self, placement: DecodePlacement, lengths: dict[RequestId, int], pair: Pair
     ) -> None:
-        request = self._waiting(placement.request)
+        request, gang = self._waiting(placement.request), pair.decode.id
+        total = request.prompt_tokens + request.output_tokens
+        assert total <= pair.max_positions, f"{total} tokens where {pair.max_positions} may be"
         assert request.id not in self._started, f"request {request.id} is started twice"
         self._started[request.id] = None
         assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"

@@ -115,6 +115,10 @@ class PairView(Protocol):
     def prefill(self) -> GangView: ...
     @property
     def decode(self) -> GangView: ...
+    @property
+    def max_positions(self) -> int:
+        """Longest prompt and answer together."""
+        ...
 
 
 class RequestView(Protocol):

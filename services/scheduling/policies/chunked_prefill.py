@@ -64,10 +64,15 @@ class ChunkedPrefill:
 
     def decide(self, view: View) -> Sequence[Decision]:
         """Start the oldest requests until one finds no room."""
-        gangs = [DecodeOverlay(pair.decode, self.decode_options) for pair in view.pairs]
+        gangs = [
+            (pair.max_positions, DecodeOverlay(pair.decode, self.decode_options))
+            for pair in view.pairs
+        ]
         decisions: list[Decision] = []
         for request in view.waiting("long"):
-            ride = next((it for gang in gangs if (it := self._ride(request, gang))), None)
+            total = request.prompt_tokens + request.output_tokens
+            roomy = (gang for most, gang in gangs if total <= most)
+            ride = next((it for gang in roomy if (it := self._ride(request, gang))), None)
             if ride is None:
                 decisions.append(Blocked(request=request.id))
                 break

@@ -66,7 +66,7 @@ class CspsPair:
         self, pair: PairView, view: View, options: CspsOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._cost, self._now_ns = options, view.cost, view.now_ns
-        self._gang = pair.decode
+        self._gang, self._max_positions = pair.decode, pair.max_positions
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._jobs: list[_Job] = []
@@ -95,7 +95,7 @@ class CspsPair:
     def start_urgent(self, request: RequestView, end_by_ns: int | None) -> Verdict:
         """Compute a short prompt inside whatever runs on the instance where it waits least."""
         tokens = request.prompt_tokens
-        placed = self._decode.place(tokens, request.output_tokens)
+        placed = self._place(request)
         if placed is None:
             return Verdict.BLOCKED
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
@@ -200,7 +200,7 @@ class CspsPair:
             urgent_id: the oldest short one that this round has not come to.
         """
         request = line[index]
-        placed = self._decode.place(request.prompt_tokens, request.output_tokens)
+        placed = self._place(request)
         if placed is None:
             return Verdict.BLOCKED
         group = self._near_rooms().group(request.prompt_tokens)
@@ -273,7 +273,7 @@ class CspsPair:
         for other in younger:
             if other.blocked_ns is not None or (urgent_id is not None and urgent_id < other.id):
                 break
-            if other.id in self._started:
+            if other.id in self._started or self._too_long(other):
                 continue
             line.append(other)
             if other.prompt_tokens <= slack and other.cls == cls:
@@ -291,6 +291,15 @@ class CspsPair:
         return self._rooms
 
     # --- both ---
+
+    def _too_long(self, request: RequestView) -> bool:
+        """Another pair may serve it, but not this one."""
+        return request.prompt_tokens + request.output_tokens > self._max_positions
+
+    def _place(self, request: RequestView) -> Placed | None:
+        if self._too_long(request):
+            return None
+        return self._decode.place(request.prompt_tokens, request.output_tokens)
 
     def _add(self, job: _Job, request: RequestView, placed: Placed) -> None:
         self._decode.take(placed, request.output_tokens)

@@ -126,7 +126,7 @@ class _Groups:
     def __init__(
         self, pair: PairView, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
-        self._options = options
+        self._options, self._max_positions = options, pair.max_positions
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._groups = list(self._cut(self._prefill.spots))
@@ -157,6 +157,8 @@ class _Groups:
 
     def start(self, request: RequestView, view: View) -> StartPlan | None:
         """Give the request to the group that will be free first."""
+        if request.prompt_tokens + request.output_tokens > self._max_positions:
+            return None  # another pair may serve it
         placed = self._decode.place(request.prompt_tokens, request.output_tokens)
         if placed is None:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from scheduler_desk import LINK, SECOND, Desk, only, sent
 from csps.protocols.errors import ContextLengthExceeded, QueueFull, from_wire
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
+from csps.services.scheduling.ids import gang_of
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 
@@ -278,23 +281,72 @@ def test_whatever_is_admitted_is_served_at_last(
     desk = Desk(policy)  # type: ignore[arg-type]
     desk.turn(*[desk.submit(*it) for it in requests])
     commands = desk.turn(gang_up(1, prefill, prefill=True), gang_up(2, decode, decode=True), LINK)
+    assert _play(desk, commands, random) == len(requests)
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+LIMITED = st.lists(
+    st.tuples(SLOTS, SLOTS, st.integers(1, 200), st.integers(1, 200)), min_size=2, max_size=3
+)
+"""Pairs of gangs with slots and longest sequences of their own."""
+
+
+@given(
+    st.one_of(CSPS, FIXED),
+    LIMITED,
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+@PATIENT
+def test_nothing_is_placed_where_it_has_more_tokens_than_positions(
+    policy: object,
+    pairs: list[tuple[list[int], list[int], int, int]],
+    requests: list[tuple[int, int]],
+    random: object,
+) -> None:
+    """Not even where another pair may serve it, and this one has the slots."""
+    desk = Desk(policy)  # type: ignore[arg-type]
+    longest: dict[int, int] = {}
+    up: list[ev.AnyEvent] = []
+    for number, (prefill, decode, *limits) in enumerate(pairs):
+        first, second = 2 * number + 1, 2 * number + 2
+        up.append(gang_up(first, prefill, prefill=True, max_positions=limits[0]))
+        up.append(gang_up(second, decode, decode=True, max_positions=limits[1]))
+        up.append(ev.LinkUp(prefill=first, decode=second))
+        longest[second] = min(limits)
+    commands = desk.turn(*up, *[desk.submit(*it) for it in requests])
+    refused = len(only(commands, cmd.Refuse))
+
+    def check(reserve: cmd.Reserve) -> None:
+        total = reserve.prompt_tokens + reserve.output_tokens
+        assert total <= longest[gang_of(reserve.master)]
+
+    assert refused + _play(desk, commands, random, check) == len(requests)
+
+
+def _play(
+    desk: Desk,
+    commands: list[cmd.AnyCommand],
+    random: object,
+    check: Callable[[cmd.Reserve], None] = lambda reserve: None,
+) -> int:
+    """Serve what is reserved, in any order, to the end. Returns how many were served or failed."""
     served = len(only(commands, cmd.Fail))
     running: list[tuple[cmd.Reserve, list[ev.AnyEvent]]] = []
     while True:
         steps = only(commands, cmd.RunStep)
         for reserve in only(commands, cmd.Reserve):
+            check(reserve)
             (step,) = (s for s in steps if any(p.sequence == reserve.sequence for p in s.pieces))
             running.append((reserve, _life(reserve, step)))
         if not running:
             if desk.wake_at_ns != desk.now_ns:
-                break
+                return served
             commands = desk.turn(ev.Wake())
             continue
         reserve, events = running.pop(random.randrange(len(running)))  # type: ignore[attr-defined]
         commands = desk.turn(*events)
         served += 1
-    assert served == len(requests)
-    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
 
 
 def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
