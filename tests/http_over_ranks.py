@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from gang_cell import ANSWER_S, SECRET, START_S, GangPlan
 from gang_threads import ThreadGang, eventually, thread_gang
+from linked import linked
 from live_server import serving
 
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
@@ -122,7 +123,7 @@ async def _service(
     try:
         await service.start()
         async with asyncio.timeout(START_S):
-            await cluster.wait_ready(START_S)
+            await linked(cluster, START_S)
             await eventually(lambda: service.ready)
         yield service
     finally:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from file_generations import FileGenerations
 from gang_cell import SECRET
+from linked import linked
 
 from csps.configurator.shapes import AttentionShape
 from csps.protocols.gang_members import GangMembers, RankAddress
@@ -147,7 +148,7 @@ async def _main(config: dict[str, Any]) -> None:
     prefill, decode = (_members(gang) for gang in config["gangs"])
     cluster, service = make_router(prefill, decode, Path(config["generations"]))
     await service.start()
-    await cluster.wait_ready(WAIT_S)
+    await linked(cluster, WAIT_S)
     _say(ready=cluster.generation)
     work = asyncio.create_task(_serve(service, config["prompt"], config["max_tokens"]))
     watch = asyncio.create_task(_tell_phases(cluster))

@@ -78,7 +78,9 @@ async def serve(
     )
     await service.start()
     try:
-        await cluster.wait_ready(READY_S)
+        async with asyncio.timeout(READY_S):
+            while cluster.link is None:  # noqa: ASYNC110 (a cluster has no event for it)
+                await asyncio.sleep(0.01)
         await _listen(api)
         service.check_health()
         service.check_integrity()

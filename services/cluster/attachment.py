@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from csps.protocols.errors import (
     ConfigError,
     CspsError,
-    DeadlineExceeded,
     GangLost,
     RanksHeld,
     Superseded,
@@ -118,7 +117,6 @@ class Cluster:
         self._view = ClusterView()
         self._gangs: dict[GangRole, GangClient] = {}
         self._changed = asyncio.Event()
-        self._ready = asyncio.Event()
         self._bereft = asyncio.Event()
         """A gang was lost just now."""
         self._model: str | None = None
@@ -138,10 +136,6 @@ class Cluster:
         """Tell `listener` from now on."""
         assert self._listener is None, "a cluster has one listener"
         self._listener = listener
-
-    def gang(self, role: GangRole) -> GangClient | None:
-        """The attached gang of `role`, linked or not."""
-        return self._gangs.get(role)
 
     @property
     def phase(self) -> str:
@@ -163,7 +157,7 @@ class Cluster:
         return _waiting_for(missing) if missing else "connecting the gangs"
 
     async def start(self) -> None:
-        """Begin; `wait_ready` tells when both gangs are linked."""
+        """Begin; the listener is told of gangs and links."""
         self._tasks = [
             asyncio.create_task(self._follow(), name="follow the directory"),
             asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
@@ -185,21 +179,6 @@ class Cluster:
         for gang in list(self._gangs.values()):
             self._lose(gang, "the router shuts down")
         await self._go_first(False)
-
-    async def wait_ready(self, deadline_s: float) -> KvLink:
-        """Wait until both gangs are attached and linked."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while self.link is None:
-                    await self._ready.wait()
-        except TimeoutError:
-            raise DeadlineExceeded(f"cluster start ({self.trouble})", deadline_s) from None
-        return self.link
-
-    def reset(self, role: GangRole, reason: str) -> None:
-        """Give up what the gang is doing: hang up, and attach to whoever is there then."""
-        if (gang := self._gangs.get(role)) is not None:
-            self._lose(gang, reason)
 
     # --- following the directory ---
 
@@ -361,7 +340,6 @@ class Cluster:
 
     def _declare_ready(self, link: KvLink) -> None:
         self.link, self.trouble, self._reported = link, "", ""
-        self._ready.set()
         _log.info(
             "ready: gangs %s and %s, epoch %s",
             link.prefill.gang_id, link.decode.gang_id, link.epoch,
@@ -381,7 +359,6 @@ class Cluster:
 
     def _unlink(self, reason: str) -> None:
         link, self.link = self.link, None
-        self._ready.clear()
         if link is not None and self._listener is not None:
             self._listener.link_down(link, reason)
 

@@ -11,6 +11,7 @@ from broken_sockets import break_between
 from gang_cell import ANSWER_S, START_S, GangPlan, prompt_of
 from gang_processes import ProcessGang
 from gang_threads import eventually
+from linked import linked
 from router_process import greedy, make_router
 from tiny_checkpoints import reference_tokens
 
@@ -34,7 +35,7 @@ async def served(model: Path, folder: Path) -> AsyncIterator[tuple[Cluster, Requ
         cluster, service = make_router(prefill, decode, folder / "generations")
         await service.start()
         try:
-            await cluster.wait_ready(START_S)
+            await linked(cluster, START_S)
             yield cluster, service
         finally:
             await service.close(0.0)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from fake_gangs import PATIENCE_S, SECRET, FakeGang, turns, until
+from linked import linked
 
 from csps.protocols import fence
-from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
@@ -94,7 +94,7 @@ async def test_both_gangs_are_attached_and_linked() -> None:
     decode = FakeGang("decode", "d1", instances=3)
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
-        link = await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         assert log.links == [link]
         assert (cluster.generation, link.epoch) == (1, "1.1")
         assert link.prefill.instances == 2
@@ -113,12 +113,11 @@ async def test_gangs_may_come_one_after_the_other() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory()
     async with following(directory, prefill, decode) as (cluster, _):
-        with pytest.raises(DeadlineExceeded, match="waiting for a prefill and a decode gang"):
-            await cluster.wait_ready(0.01)
+        await until(lambda: cluster.trouble == "waiting for a prefill and a decode gang")
         directory.publish(await view_of(None, decode))
         await until(lambda: cluster.trouble == "waiting for a prefill gang")
         directory.publish(ClusterView(prefill=await prefill.start(), decode=decode.members))
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
 
 
 async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_the_survivor() -> (
@@ -128,7 +127,7 @@ async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_t
     second = FakeGang("prefill", "p2")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, second) as (cluster, log):
-        first_link = await cluster.wait_ready(PATIENCE_S)
+        first_link = await linked(cluster, PATIENCE_S)
         await prefill.kill(1)
         await until(lambda: log.lost)
         assert log.lost[0][0] == "p1"
@@ -136,7 +135,7 @@ async def test_a_closed_connection_loses_the_gang_and_a_new_one_is_linked_with_t
         assert cluster.link is None
         await until(lambda: prefill.ranks[0].router is None)  # the rest is hung up on
         directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
-        link = await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         assert link.decode is first_link.decode
         assert len(decode.leader.attached) == 1
         assert [message.epoch for message in decode.leader.connections] == [
@@ -153,7 +152,7 @@ async def test_a_gang_that_the_directory_replaces_is_left() -> None:
     second = FakeGang("decode", "d2")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, second) as (cluster, log):
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
         await until(lambda: len(log.links) == 2)
         assert log.lost == [("d1", "gang d1 was replaced by d2")]
@@ -166,7 +165,7 @@ async def test_vanished_ranks_hold_up_nothing() -> None:
     async with following(directory, prefill, decode) as (cluster, _):
         await until(lambda: "cannot connect" in cluster.trouble)
         directory.publish(view)
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
 
 
 async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
@@ -181,7 +180,7 @@ async def test_an_address_that_never_answers_is_given_up_on_news() -> None:
         async with following(directory, prefill, decode, attach_s=600) as (cluster, _):
             await until(lambda: decode.leader.asked)
             directory.publish(view)
-            await cluster.wait_ready(PATIENCE_S)
+            await linked(cluster, PATIENCE_S)
     finally:
         silent.close()
 
@@ -193,7 +192,7 @@ async def test_a_link_that_does_not_stand_in_time_is_tried_again_under_a_new_epo
     async with following(directory, prefill, decode, link_s=0.05) as (cluster, _):
         await until(lambda: len(decode.leader.connections) == 2)
         prefill.may_connect.set()
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
         epochs = [message.epoch for message in decode.leader.connections]
         assert len(set(epochs)) == len(epochs)
 
@@ -209,7 +208,7 @@ async def test_a_gang_lost_while_it_is_linked_ends_the_attempt() -> None:
         await until(lambda: log.lost)
         prefill.may_connect.set()
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
-        link = await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         assert link.decode.gang_id == "d2"
 
 
@@ -249,7 +248,7 @@ async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
         await until(lambda: reason in cluster.trouble)
-        assert cluster.gang("prefill") is None
+        assert "p1 up" not in log.facts
         assert not log.links
         assert cluster.phase == f"waiting for a prefill gang: {UNUSABLE}"
 
@@ -262,7 +261,7 @@ async def test_what_was_put_right_is_not_said_any_more() -> None:
     async with following(directory, prefill, decode, second) as (cluster, log):
         await until(lambda: cluster.phase == f"connecting the gangs: {UNUSABLE}")
         directory.publish(ClusterView(prefill=await second.start(), decode=decode.members))
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
         assert cluster.phase == ""
         await second.kill(0)
         await until(lambda: log.lost[-1][0] == "p2")
@@ -280,10 +279,10 @@ async def test_a_reset_gang_is_attached_again_under_another_name() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
-        await cluster.wait_ready(PATIENCE_S)
-        cluster.reset("prefill", "it is silent")
-        assert log.lost == [("p1", "it is silent")]
-        await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
+        link.prefill.hang_up("it is silent")
+        await until(lambda: log.lost == [("p1", "it is silent")])
+        await linked(cluster, PATIENCE_S)
         assert len(set(prefill.leader.attached)) == 2
         assert len(decode.leader.attached) == 1
 
@@ -300,18 +299,18 @@ async def test_a_directory_that_fails_is_asked_again() -> None:
             return await good.wait_change(version)
 
     async with following(Flaky(), prefill, decode) as (cluster, _):
-        await cluster.wait_ready(PATIENCE_S)
+        await linked(cluster, PATIENCE_S)
 
 
 async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:
     prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode) as (cluster, log):
-        await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         prefill.draw(1, 0)
         await until(lambda: log.told == [("p1", 1, "tokens")])
         prefill.draw(1, 1)
-        cluster.reset("prefill", "now")
+        link.prefill.hang_up("now")
         await turns()
         assert len(log.told) == 1
 
@@ -326,7 +325,7 @@ async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it()
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
     async with following(directory, prefill, decode, second, generations=shared) as (holder, log):
-        await holder.wait_ready(PATIENCE_S)
+        await linked(holder, PATIENCE_S)
         late = StaticDirectory(ClusterView(prefill=prefill.members, decode=decode.members))
         async with following(late, generations=shared) as (successor, _):
             await until(lambda: successor.phase.endswith(STANDBY))
@@ -337,11 +336,11 @@ async def test_a_successor_waits_for_the_holder_and_takes_no_gang_away_from_it()
             await until(lambda: second.leader.asked > asked + 2)
             assert not second.leader.attached
             directory.publish(ClusterView(prefill=second.members, decode=decode.members))
-            await holder.wait_ready(PATIENCE_S)
+            await linked(holder, PATIENCE_S)
             assert [gang_id for gang_id, _ in log.lost] == ["p1"]
             assert holder.generation == 1
             await holder.close()
-            link = await successor.wait_ready(PATIENCE_S)
+            link = await linked(successor, PATIENCE_S)
             assert link.epoch == "2.1"
 
 
@@ -353,7 +352,7 @@ async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> Non
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
     async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
-        await older.wait_ready(PATIENCE_S)
+        await linked(older, PATIENCE_S)
         log.busy = True
         late = StaticDirectory()
         async with following(late, generations=shared) as (successor, _):
@@ -365,11 +364,11 @@ async def test_a_router_whose_requests_have_lost_their_gangs_goes_first() -> Non
             late.publish(view)
             await until(lambda: successor.phase.endswith(STANDBY))
             directory.publish(view)
-            link = await older.wait_ready(PATIENCE_S)
+            link = await linked(older, PATIENCE_S)
             assert (link.prefill.gang_id, older.generation) == ("p2", 1)
             assert successor.phase.endswith(STANDBY)
             await older.close()
-            assert (await successor.wait_ready(PATIENCE_S)).epoch.startswith("2.")
+            assert (await linked(successor, PATIENCE_S)).epoch.startswith("2.")
 
 
 async def test_requests_do_not_go_on_with_another_model() -> None:
@@ -382,17 +381,17 @@ async def test_requests_do_not_go_on_with_another_model() -> None:
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
     async with following(directory, prefill, decode, *second, generations=shared) as (older, log):
-        await older.wait_ready(PATIENCE_S)
+        await linked(older, PATIENCE_S)
         log.busy = True
         await prefill.kill(0)
         await decode.kill(0)
         directory.publish(await view_of(*second))
         await until(lambda: older.phase.endswith(UNUSABLE))
         async with following(directory, generations=shared) as (successor, _):
-            await successor.wait_ready(PATIENCE_S)
+            await linked(successor, PATIENCE_S)
         assert len(log.links) == 1
         log.busy = False
-        await older.wait_ready(PATIENCE_S)
+        await linked(older, PATIENCE_S)
 
 
 async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor(
@@ -402,7 +401,7 @@ async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor
     directory = StaticDirectory(await view_of(prefill, decode))
     shared = MemoryGenerations()
     async with following(directory, prefill, decode, generations=shared) as (silent, log):
-        await silent.wait_ready(PATIENCE_S)
+        await linked(silent, PATIENCE_S)
         with monkeypatch.context() as impatient:
             impatient.setattr(fence, "LEASE_S", 0.0)
             async with following(directory, generations=shared) as (successor, told):
@@ -413,7 +412,7 @@ async def test_a_silent_holder_is_superseded_and_comes_back_behind_its_successor
                 await until(lambda: silent.generation == 3)
                 await turns()
                 assert not told.lost, "the two do not take the gangs from each other for ever"
-        await silent.wait_ready(PATIENCE_S)
+        await linked(silent, PATIENCE_S)
 
 
 async def test_a_draining_router_keeps_its_gangs_and_takes_no_new_ones() -> None:
@@ -421,7 +420,7 @@ async def test_a_draining_router_keeps_its_gangs_and_takes_no_new_ones() -> None
     second = FakeGang("decode", "d2")
     directory = StaticDirectory(await view_of(prefill, decode))
     async with following(directory, prefill, decode, second) as (cluster, log):
-        link = await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         cluster.drain()
         directory.publish(ClusterView(prefill=prefill.members, decode=await second.start()))
         await turns()
@@ -441,7 +440,7 @@ async def test_an_older_gang_does_not_replace_a_newer_one() -> None:
     newest = replace(decode.members, incarnation=2)
     directory = StaticDirectory(replace(view, decode=newest))
     async with following(directory, prefill, decode, old) as (cluster, log):
-        link = await cluster.wait_ready(PATIENCE_S)
+        link = await linked(cluster, PATIENCE_S)
         directory.publish(replace(view, decode=replace(await old.start(), incarnation=1)))
         await turns()
         directory.publish(replace(view, decode=newest))

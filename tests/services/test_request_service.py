@@ -418,12 +418,17 @@ async def test_nothing_is_remembered_of_a_request_that_its_decode_gang_took_alon
         cell.service.check_integrity()
 
 
+def _hang_up_on_decode(cell: FakeCell) -> None:
+    assert cell.cluster.link is not None
+    cell.cluster.link.decode.hang_up("as the test says")
+
+
 async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() -> None:
     async with fake_cell() as cell:
         running = cell.submit()
         await cell.decoding(running)
         running.cancel()
-        cell.cluster.reset("decode", "as the test says")
+        _hang_up_on_decode(cell)
         await turns()
         cell.service.check_integrity()
 
@@ -431,11 +436,11 @@ async def test_a_client_may_leave_in_the_moment_in_which_the_decode_gang_dies() 
 async def test_prefill_stops_for_a_sequence_that_fails_as_its_decode_gang_dies() -> None:
     async with fake_cell() as cell:
         rid = (await cell.prefilling(cell.submit())).pieces[0].rid
-        prefill = cell.cluster.gang("prefill")
-        assert prefill is not None
+        link = cell.cluster.link
+        assert link is not None
         failed = RequestFailed(rid=rid, rank=0, code="TransferError", message="no")
-        cell.service.notified(prefill, 0, "failed", pack(failed))
-        cell.cluster.reset("decode", "as the test says")
+        cell.service.notified(link.prefill, 0, "failed", pack(failed))
+        _hang_up_on_decode(cell)
         await until(lambda: all(rid in rank.cancelled for rank in cell.prefill.ranks))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from gang_cell import ANSWER_S, GangPlan, prompt_of
 from gang_threads import ThreadGang, eventually, thread_gang
+from linked import linked
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
@@ -99,7 +100,7 @@ async def test_a_successor_stands_by_until_the_holders_streams_have_ended(ranks:
         await first.until("finished")
         assert not waiting.done()
         assert first.tokens == ranks.answer
-        await cluster.wait_ready(ANSWER_S)
+        await linked(cluster, ANSWER_S)
         assert cluster.generation == 2
         await waiting
 
@@ -109,7 +110,7 @@ async def test_a_killed_router_is_followed_by_the_one_that_stands_by(ranks: Rank
     async with ranks.here() as (cluster, service):
         await eventually(lambda: STANDBY in cluster.phase)
         first.kill()
-        await cluster.wait_ready(ANSWER_S)
+        await linked(cluster, ANSWER_S)
         await ranks.check_serves(service)
 
 
@@ -118,7 +119,7 @@ async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(rank
     first = await ranks.router(max_tokens=3000)
     first.stand_still()
     async with ranks.here() as (cluster, service):
-        link = await cluster.wait_ready(ANSWER_S)
+        link = await linked(cluster, ANSWER_S)
         stream = greedy(service, PROMPT, LASTING)
         await anext(stream)
         first.go_on()

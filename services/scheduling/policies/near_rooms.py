@@ -1,7 +1,7 @@
 """Choosing instances near each other for a prompt (CSPS §3.2), many times a round.
 
-`protocols.near_places` says what the right choice is; this keeps the instances sorted by server, so
-that a choice costs a few look-ups instead of a walk over all of them. A test compares the two.
+Instances are kept sorted by server, so that a choice costs a few look-ups instead of a walk over
+all of them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,13 @@ class NearRooms:
 
     def nearest(self, tokens: int) -> list[Spot] | None:
         """Instances that take so many tokens: on one server if there is one with room for all,
-        else in one rack, else anywhere; None if there is not as much room."""
+        else in one rack, else anywhere; None if there is not as much room.
+
+        They are on the fewest racks, there on the fewest servers, and of these the fewest
+        instances. Where several are needed those with the most room come first, as with the paper's
+        servers with the most free GPUs. Of equally good choices it is the one whose least preferred
+        instance is preferred to the others'.
+        """
         servers = [it for it in self._servers.values() if it.room >= tokens]
         if servers:
             groups = [it.seats[: self._fewest(it.seats, tokens)] for it in servers]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from near_places import near_places
 from policy_view import waiting
 from property_examples import examples
 from scheduler_cell import gang_up
 
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.near_places import near_places
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import (
     Allowed,

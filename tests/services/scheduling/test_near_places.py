@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from near_places import near_places
 
-from csps.protocols.near_places import near_places
 from csps.protocols.topology import Location, Topology
 
 PLACES = st.builds(Location, *[st.integers(0, last) for last in (1, 2, 1)])
