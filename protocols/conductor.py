@@ -230,11 +230,12 @@ class Conductor:
     def _lease(self) -> bool:
         """Give the stream a lease that has waited longest of those that may have one; whether there
         is one."""
-        waiting = [stream for stream in self._streams if stream.rows and self._length(stream)]
-        if not waiting:
+        stream, n = None, 0
+        for other in self._streams:
+            if (stream is None or other.served < stream.served) and (m := self._length(other)):
+                stream, n = other, m
+        if stream is None:
             return False
-        stream = min(waiting, key=lambda stream: stream.served)
-        n = self._length(stream)
         if stream.changed:
             self._change(stream)
         stream.served = self._append(Iterate(stream.id, stream.version, n), stream.ranks)
@@ -247,7 +248,7 @@ class Conductor:
         A step whose report is awaited gets the turn that it could not take yet, as long as the
         stream has something to do in the meantime.
         """
-        if len(stream.leases) == LEASES:
+        if not stream.rows or len(stream.leases) == LEASES:
             return 0
         if self._alone(stream):
             return stream.long_lease()

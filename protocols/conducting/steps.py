@@ -106,6 +106,8 @@ class Steps:
             urgent: [None] * ranks for urgent in (True, False)
         }
         """The started step on each rank, by class."""
+        self._may_start = False
+        """Whether a step became startable, or one was removed, since the last look."""
         self.wanted = [0] * ranks
         """Started and startable steps on each rank."""
         self._wanted_urgent = [0] * ranks
@@ -170,6 +172,9 @@ class Steps:
     def start(self) -> None:
         """Start what can start. A startable step that cannot keeps younger ones of its class off
         its ranks, or a step on many ranks would wait for ever for all of them at once."""
+        if not self._may_start:
+            return
+        self._may_start = False
         for urgent in (True, False):
             blocked = {r for r, keeper in enumerate(self._keeper[urgent]) if keeper is not None}
             if not urgent:
@@ -192,6 +197,7 @@ class Steps:
     def remove(self, step: Step) -> None:
         """A step is finished, or nobody wants it any more."""
         del self._all[step.task.id]
+        self._may_start = True
         if step.ready:
             self._count(step, -1)
             (self._running if step.started else self._ready)[step.task.urgent].remove(step)
@@ -216,7 +222,7 @@ class Steps:
         if step.ready or len(step.prepared) < len(step.task.ranks):
             return
         if all(self._of_sequence[s][0] is step for s in step.task.sequences):
-            step.ready = True
+            step.ready = self._may_start = True
             insort(self._ready[step.task.urgent], step, key=_number)
             self._count(step, 1)
 

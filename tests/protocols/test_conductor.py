@@ -259,6 +259,21 @@ def test_a_stream_alone_gets_two_leases_of_as_many_iterations_as_fit() -> None:
     assert desk.ops() == [Iterate(0, 1, 8)]
 
 
+def test_streams_that_share_a_rank_take_turns_of_one_iteration() -> None:
+    desk = Desk(3)
+    desk.rows(0, 0, 1)
+    desk.rows(1, 1, 2)
+    order: list[Iterate] = []
+    waiting = desk.entries()
+    while len(order) < 20:
+        entry = waiting.pop(0)
+        order += [entry.op] if isinstance(entry.op, Iterate) else []
+        desk.executed(entry)
+        waiting += desk.entries()
+    assert {op.n for op in order} == {1}
+    assert all(a.stream != b.stream for a, b in pairwise(order))
+
+
 def test_a_stream_and_a_step_take_turns() -> None:
     desk = Desk(2)
     desk.rows(0, 0)
