@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from csps.protocols.gang_members import GangRole
 from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.latency import LatencyTable
+from csps.services.scheduling.latency import HybridCost, LatencyTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class ClusterModel:
     name: str
     prefill: GangModel
     decode: GangModel
+    """The same as `prefill` where one elastic gang does both."""
     table: LatencyTable
     inside: LinkModel | None = None
     """Between instances of one server; None: KV arrives at once."""
@@ -66,6 +69,28 @@ class ClusterModel:
     iteration_gap_ns: int = 0
     notice_ns: int = 0
     """From an event on a rank to the scheduler, and from a command to the ranks."""
+
+    @property
+    def roles(self) -> tuple[GangRole, ...]:
+        """Of its gangs."""
+        return ("elastic",) if self.prefill is self.decode else ("prefill", "decode")
+
+    def gang(self, role: GangRole) -> GangModel:
+        """The gang of a role."""
+        return self.prefill if role == "prefill" else self.decode
+
+    @cached_property
+    def hybrid(self) -> HybridCost:
+        """What an iteration of the gang that decodes takes, with pieces of prompts.
+
+        Raises:
+            ConfigError: no steps were measured with its `tp`.
+        """
+        decode = self.decode
+        return HybridCost(
+            step=self.table.step(1, decode.tp),
+            decode=self.table.iteration(len(decode.instances), decode.tp),
+        )
 
     def step_ns(self, step: RunStep) -> int:
         """What a step takes: the table has one strategy, whatever the step's is called."""

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from csps.configurator.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
 from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.gang_members import GangRole
 from csps.services.scheduling.latency import (
     DecodeCost,
     DecodeLine,
@@ -178,7 +179,7 @@ def parse_cluster(data: Any, *, name: str, place: str = "cluster") -> ClusterMod
 
 
 def _model(file: ClusterFile, name: str) -> ClusterModel:
-    prefill, decode = _gang(file, "prefill"), _gang(file, "decode")
+    prefill, decode = _gangs(file)
     return ClusterModel(
         name=name,
         prefill=prefill,
@@ -196,16 +197,25 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
     )
 
 
-def _gang(file: ClusterFile, role: Permission) -> GangModel:
+def _gangs(file: ClusterFile) -> tuple[GangModel, GangModel]:
+    """The two gangs, or twice the elastic one."""
+    both = [len(set(servers.permissions)) > 1 for servers in file.servers]
+    if all(both):
+        gang = _gang(file, "prefill", "elastic")
+        return gang, gang
+    if any(both):
+        raise ConfigError("servers: all instances have both permissions, an elastic gang, or none")
+    return _gang(file, "prefill", "prefill"), _gang(file, "decode", "decode")
+
+
+def _gang(file: ClusterFile, permission: Permission, role: GangRole) -> GangModel:
     instances: list[InstanceModel] = []
     in_rack: dict[int, int] = {}
     tps: set[int] = set()
     for servers in file.servers:
-        if len(servers.permissions) > 1:
-            raise ConfigError("an instance has one permission: the elastic gang is not modelled")
         for _ in range(servers.count):
             number = in_rack[servers.rack] = in_rack.get(servers.rack, -1) + 1
-            if role not in servers.permissions:
+            if permission not in servers.permissions:
                 continue
             tps.add(servers.tp)
             instances += (

@@ -2,7 +2,8 @@
 
 Between two changes of the batch, iteration n of a jump takes `a + b * (C + n * B) + c * B` (batch
 B, context C at the start of the jump), so that the end of any iteration is a polynomial in n. All
-of it is integers in 2^-48 ns, so a jump ends exactly where iterating would.
+of it is integers in 2^-48 ns, so a jump ends exactly where iterating would. While requests ride,
+pieces of their prompts differ from iteration to iteration, and every one is a jump of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from csps.loadgen.simulator.timeline import Timeline
-from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost
+from csps.protocols.iteration import RowState, fill
+from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost, HybridCost
+
+DECODES = RowState(next=1, prompt=1, stop=2)
+"""Any row that decodes, to `fill`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +33,18 @@ class Row:
     """Still to be drawn, on joining."""
     joined: int = -1
     """Iterations of the batch before its first one; -1 until it has joined."""
+    prompt: int = 0
+    """Of a rider: tokens that iterations compute before it draws the first one, which is not among
+    `tokens`."""
+    computed: int = 0
+    """How many of them are."""
+    master: int = 0
+    """Who computes them."""
+
+    @property
+    def prefills(self) -> bool:
+        """It rides, and has not drawn its first token."""
+        return self.computed < self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +119,9 @@ class DecodeBatch:
         cost: of an iteration on this gang.
         gap_ns: between two iterations.
         finished: called with each row whose last token was drawn, at the end of the iteration.
+        hybrid: the cost of iterations with pieces of prompts; asked for when somebody rides.
+        started: called with each rider of whose prompt the first piece begins.
+        prefilled: called with each rider that has drawn its first token.
     """
 
     def __init__(
@@ -111,11 +131,21 @@ class DecodeBatch:
         *,
         gap_ns: int = 0,
         finished: Callable[[Row], None],
+        hybrid: Callable[[], HybridCost] | None = None,
+        started: Callable[[Row], None] = lambda _: None,
+        prefilled: Callable[[Row], None] = lambda _: None,
     ) -> None:
         self._timeline, self._cost, self._gap_ns = timeline, cost, gap_ns
-        self._finished = finished
+        self._finished, self._hybrid = finished, hybrid
+        self._started, self._prefilled = started, prefilled
         self.log = IterationLog()
         self._rows: dict[int, Row] = {}
+        """Those that decode."""
+        self._riders: dict[int, Row] = {}
+        """Those that prefill, in order of joining."""
+        self._budget = 0
+        self._pieces: list[tuple[Row, int]] = []
+        """Of prompts, in the jump under way."""
         self._ends: list[tuple[int, int, Row]] = []
         """(last iteration, order of joining, row)."""
         self._joining: list[Row] = []
@@ -128,12 +158,22 @@ class DecodeBatch:
         self._plan = 0
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self._riders)
 
     def join(self, row: Row) -> None:
         """Decode a request from the next iteration on."""
         self._joining.append(row)
         self._stop_soon()
+
+    def ride(self, row: Row, budget: int) -> None:
+        """Prefill a request from the next iteration on, and decode it then.
+
+        Args:
+            row: the request.
+            budget: tokens that an iteration may compute from now on.
+        """
+        self._budget = budget
+        self.join(row)
 
     def leave(self, sequence: int, left: Callable[[], None]) -> None:
         """Take a request out, if it is here, after the iteration under way; then call `left`."""
@@ -174,24 +214,41 @@ class DecodeBatch:
             self._close_jump(self._jump)
         for sequence, left in self._leaving:
             self._drop(self._rows.get(sequence))
+            self._riders.pop(sequence, None)
             self._joining = [row for row in self._joining if row.sequence != sequence]
             left()
         self._leaving.clear()
         for row in self._joining:
-            self._add(row)
+            if row.prefills:
+                self._riders[row.sequence] = row
+            else:
+                self._add(row)
         self._joining.clear()
-        if self._rows:
+        if self._riders:
+            self._begin_filled()
+        elif self._rows:
             self._begin_jump()
 
     def _close_jump(self, jump: Jump) -> None:
         self._jump = None
         self._context += self._length * jump.batch
         self.log.add(jump, self._length)
+        self._close_pieces()
         while self._ends and self._ends[0][0] <= self.log.iterations:
             row = heapq.heappop(self._ends)[2]
             if self._rows.get(row.sequence) is row:
                 self._drop(row)
                 self._finished(row)
+
+    def _close_pieces(self) -> None:
+        for row, length in self._pieces:
+            row.computed += length
+            if not row.prefills:
+                del self._riders[row.sequence]
+                self._prefilled(row)
+                if row.tokens:
+                    self._add(row)
+        self._pieces = []
 
     def _add(self, row: Row) -> None:
         assert row.tokens > 0, "a request without tokens to draw joins"
@@ -205,6 +262,25 @@ class DecodeBatch:
         if row is not None:
             del self._rows[row.sequence]
             self._context -= row.context + self.log.iterations - row.joined
+
+    def _begin_filled(self) -> None:
+        """One iteration, filled with pieces of prompts."""
+        riders = list(self._riders.values())
+        states = [RowState(next=it.computed, prompt=it.prompt, stop=it.prompt) for it in riders]
+        batch = len(self._rows)
+        lengths = fill([DECODES] * batch + states, self._budget)[batch:]
+        self._pieces = [it for it in zip(riders, lengths, strict=True) if it[1]]
+        by_master: dict[int, list[tuple[int, int]]] = {}
+        for row, length in self._pieces:
+            by_master.setdefault(row.master, []).append((length, row.computed))
+            if not row.computed:
+                self._started(row)
+        assert self._hybrid is not None, "nobody rides here"
+        took = self._hybrid().predict_fixed(by_master.values(), batch, self._context)
+        first = took + (self._gap_ns << FRACTION_BITS)
+        self._jump = Jump(start_ns=self._timeline.now_ns, batch=batch, first=first, growth=0)
+        self._length = 1
+        self._schedule(self._jump.end_ns(1))
 
     def _begin_jump(self) -> None:
         while self._rows.get((row := self._ends[0][2]).sequence) is not row:

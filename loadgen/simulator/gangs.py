@@ -1,4 +1,4 @@
-"""Both gangs, the sequences that they work on and the links between them."""
+"""The gangs, the sequences that they work on and the links between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
-from csps.loadgen.simulator.cluster import ClusterModel, GangModel
+from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.decode_batch import DecodeBatch, IterationLog, Row
 from csps.loadgen.simulator.network import Network
 from csps.loadgen.simulator.prefill_gang import PrefillGang
@@ -14,7 +14,8 @@ from csps.loadgen.simulator.requests import IterationEnds, Sequence
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
 from csps.loadgen.simulator.timeline import Timeline
-from csps.services.scheduling.commands import Cancel, Reserve, RunStep, SetGroup
+from csps.protocols.gang_members import GangRole
+from csps.services.scheduling.commands import Cancel, Reserve, Ride, RunStep, SetGroup
 from csps.services.scheduling.events import (
     AnyEvent,
     Freed,
@@ -66,7 +67,8 @@ class GangListener(Protocol):
 
 
 class SimulatedGangs:
-    """A prefill and a decode gang, dead or alive.
+    """A prefill and a decode gang, or an elastic one, dead or alive. Requests ride on an elastic
+    gang; steps on one are not modelled.
 
     Args:
         timeline: the simulated time.
@@ -78,7 +80,7 @@ class SimulatedGangs:
         self._timeline, self._cluster, self._listener = timeline, cluster, listener
         self._network = Network(timeline, cluster)
         self._gangs = 0
-        self._ids: dict[str, GangId] = {}
+        self._ids: dict[GangRole, GangId] = {}
         """Of the living gangs, by role."""
         self._prefill: PrefillGang | None = None
         self._batch: DecodeBatch | None = None
@@ -99,7 +101,7 @@ class SimulatedGangs:
         return tuple(
             instance_id(gang, index)
             for role, gang in self._ids.items()
-            for index in range(len(self._model(role).instances))
+            for index in range(len(self._cluster.gang(role).instances))
         )
 
     def check_idle(self) -> None:
@@ -113,17 +115,19 @@ class SimulatedGangs:
         decode = {"decode": self._decode_slots}
         return decode if self._prefill is None else {"prefill": self._prefill.slots, **decode}
 
-    def _model(self, role: str) -> GangModel:
-        return self._cluster.prefill if role == "prefill" else self._cluster.decode
+    @property
+    def _decoding(self) -> GangId | None:
+        """The living gang that decodes."""
+        return self._ids.get("elastic", self._ids.get("decode"))
 
     # --- coming and going ----------------------------------------------------------------------
 
-    def up(self, role: str) -> None:
+    def up(self, role: GangRole) -> None:
         """A gang was attached."""
         assert role not in self._ids, f"there is a {role} gang already"
         self._gangs += 1
         gang = self._ids[role] = self._gangs
-        model = self._model(role)
+        model = self._cluster.gang(role)
         if role == "prefill":
             self._prefill = self._new_prefill(gang)
         else:
@@ -134,8 +138,8 @@ class SimulatedGangs:
             GangUp(
                 gang=gang,
                 generation=GENERATION,
-                may_prefill=role == "prefill",
-                may_decode=role == "decode",
+                may_prefill=role != "decode",
+                may_decode=role != "prefill",
                 tp=model.tp,
                 instances=tuple(
                     InstanceUp(location=it.location, kv_slots=it.kv_slots) for it in model.instances
@@ -146,7 +150,7 @@ class SimulatedGangs:
         if len(self._ids) == 2:
             self._listener.tell(LinkUp(prefill=self._ids["prefill"], decode=self._ids["decode"]))
 
-    def down(self, role: str, reason: str = "killed") -> None:
+    def down(self, role: GangRole, reason: str = "killed") -> None:
         """A gang is gone with all that it held."""
         gang = self._ids.pop(role)
         if role == "prefill":
@@ -169,6 +173,8 @@ class SimulatedGangs:
         drawn = []
         for sequence in self._sequences.values():
             if not sequence.over and sequence.row is not None and self._batch is not None:
+                if sequence.row.prefills:
+                    continue
                 tokens = self._batch.drawn_by(sequence.row)
                 self._listener.decoded(sequence.request, self._ends(sequence.row, tokens))
                 drawn.append((sequence.sequence, sequence.before + 1 + tokens))
@@ -199,6 +205,9 @@ class SimulatedGangs:
             cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
             gap_ns=cluster.iteration_gap_ns,
             finished=partial(self._finished, gang),
+            hybrid=lambda: cluster.hybrid,
+            started=self._rider_started,
+            prefilled=partial(self._rider_prefilled, gang),
         )
 
     def alive(self, gang: GangId) -> bool:
@@ -226,7 +235,7 @@ class SimulatedGangs:
             before=before,
             tokens=left,
         )
-        sequence.missing = sequence.slots
+        sequence.missing = {} if command.rides else sequence.slots
         slots = {index_of(it): count for it, count in sequence.slots.items()}
         master = index_of(command.master)
         slots[master] = slots.get(master, 0) + command.output_tokens
@@ -258,13 +267,29 @@ class SimulatedGangs:
             sequence.row = row
             self._batch.join(row)
 
+    def ride(self, command: Ride) -> None:
+        """Compute the prompt of a sequence in the iterations to come."""
+        if self._batch is None or not self.alive(command.gang):
+            return
+        sequence = self._sequences[command.sequence]
+        if sequence.over:
+            return
+        sequence.row = Row(
+            sequence=command.sequence,
+            context=sequence.prompt_tokens + 1,
+            tokens=sequence.tokens - 1,
+            prompt=sequence.prompt_tokens,
+            master=index_of(sequence.master),
+        )
+        self._batch.ride(sequence.row, command.budget)
+
     def cancel(self, command: Cancel) -> None:
         """Stop working for a sequence and free what it holds."""
         self.give_up(command.sequence)
         for gang in command.gangs:
             if self._prefill is not None and gang == self._ids.get("prefill"):
                 self._prefill.cancel(command.sequence)
-            if self._batch is not None and gang == self._ids.get("decode"):
+            if self._batch is not None and gang == self._decoding:
                 self._batch.leave(command.sequence, partial(self._free, gang, command.sequence))
 
     def give_up(self, number: SequenceId) -> None:
@@ -297,6 +322,19 @@ class SimulatedGangs:
             self._listener.finished(row.sequence, sequence.request)
         self._free(gang, row.sequence)
 
+    def _rider_started(self, row: Row) -> None:
+        if (sequence := self._sequences.get(row.sequence)) is not None:
+            self._listener.started(sequence.request)
+
+    def _rider_prefilled(self, gang: GangId, row: Row) -> None:
+        sequence = self._sequences.get(row.sequence)
+        if sequence is None or not self.alive(gang):
+            return
+        if not sequence.over:
+            self._listener.prefilled(row.sequence, sequence.request)
+        if not row.tokens:
+            self._free(gang, row.sequence)
+
     def step_started(self, step: RunStep) -> None:
         """A step has begun to compute."""
         for piece in step.pieces:
@@ -315,7 +353,7 @@ class SimulatedGangs:
     def arrived(self, number: SequenceId, instance: InstanceId, tokens: int) -> None:
         """KV has arrived at a decode instance."""
         sequence = self._sequences.get(number)
-        if sequence is None or gang_of(instance) != self._ids.get("decode"):
+        if sequence is None or gang_of(instance) != self._decoding:
             return
         sequence.missing[instance] -= tokens
         if not sequence.missing[instance]:

@@ -16,6 +16,7 @@ from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.gangs import SimulatedGangs
 from csps.loadgen.simulator.requests import Arrival, IterationEnds, Outcome
 from csps.loadgen.simulator.timeline import Timeline
+from csps.protocols.gang_members import GangRole
 from csps.services.scheduling.commands import (
     AnyCommand,
     Cancel,
@@ -24,6 +25,7 @@ from csps.services.scheduling.commands import (
     Reserve,
     ResetGang,
     Restart,
+    Ride,
     RunStep,
     SetGroup,
 )
@@ -69,8 +71,7 @@ class GangFault:
     """A gang dies, or comes up again."""
 
     at_ns: int
-    role: str
-    """`prefill` or `decode`."""
+    role: GangRole
     up: bool = False
 
 
@@ -134,16 +135,22 @@ class Simulator:
             Reserve: self._reserve,
             RunStep: self.gangs.run_step,
             SetGroup: self.gangs.join,
+            Ride: self.gangs.ride,
             Cancel: self.gangs.cancel,
             Restart: lambda command: self.gangs.give_up(command.sequence),
             Refuse: self._refuse,
             Fail: self._refuse,
             ResetGang: lambda command: self.gangs.reset(command.gang, command.reason),
         }
-        self._plan(faults, abandoned)
+        self._plan(cluster.roles, faults, abandoned)
 
-    def _plan(self, faults: Sequence[GangFault], abandoned: Sequence[Abandoned]) -> None:
-        for role in ("prefill", "decode"):
+    def _plan(
+        self,
+        roles: Sequence[GangRole],
+        faults: Sequence[GangFault],
+        abandoned: Sequence[Abandoned],
+    ) -> None:
+        for role in roles:
             self._timeline.at(0, partial(self.gangs.up, role))
         for fault in faults:
             act = self.gangs.up if fault.up else self.gangs.down

@@ -27,7 +27,7 @@ from csps.loadgen.workloads.traces import at_rate, read_trace
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.limits import QueueLimits
-from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.policies.choice import check_pairing, make_policy
 from csps.services.scheduling.scheduler import Scheduler
 
 DEFAULT_REQUESTS = 1000
@@ -127,9 +127,13 @@ def scheduler_of(cluster: ClusterModel, policy: str, options: dict[str, Any]) ->
     """The live router's scheduler, with the cluster's latencies for its predictions.
 
     Raises:
-        ConfigError: there is no such policy or option.
+        ConfigError: there is no such policy or option, or the policy cannot use such gangs.
     """
-    return scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options)
+    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options)
+    check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
+    if not made.whole_prompts:
+        _ = cluster.hybrid  # what a rider would meet with in the middle of the run
+    return made
 
 
 def scheduler_with(costs: Costs, policy: str, options: dict[str, Any]) -> Scheduler:

@@ -142,6 +142,46 @@ class DecodeCost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridCost:
+    """Time of an iteration that computes pieces of prompts beside rows that decode (Sarathi-Serve).
+
+    A piece is computed by its row's master; masters work side by side. Whatever grows with neither
+    pieces nor rows, such as reading the weights, is paid once for both.
+    """
+
+    step: StepCost
+    """Of a single instance."""
+    decode: DecodeCost
+    """Of the gang."""
+
+    def predict_fixed(self, pieces: Iterable[Iterable[Row]], batch: int, context: int) -> int:
+        """Time of one iteration, in 2^-48 ns.
+
+        Args:
+            pieces: by master.
+            batch: rows that decode.
+            context: tokens that they attend to, summed.
+        """
+        step, constant = self.step, 0
+        grows = [
+            sum(length * (step.b + step.c * past + step.d * length) for length, past in rows)
+            for rows in pieces
+        ]
+        if grows:
+            constant = step.a
+        total = max(grows, default=0)
+        if batch:
+            line = self.decode.small if batch <= self.decode.tipping_batch else self.decode.large
+            constant = max(constant, line.a)
+            total += line.b * context + line.c * batch
+        return constant + total
+
+    def predict_ns(self, pieces: Iterable[Iterable[Row]], batch: int, context: int) -> int:
+        """The same in nanoseconds, rounded down."""
+        return self.predict_fixed(pieces, batch, context) >> FRACTION_BITS
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkCost:
     """Time of a message between two ranks. Both in 2^-48 ns."""
 
