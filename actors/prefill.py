@@ -42,8 +42,10 @@ from csps.actors.progress_report import ProgressReport
 from csps.actors.request_book import RequestBook
 from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.sampling import TokenSampler, draw_batch
+from csps.actors.strategies import parts
 from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
@@ -52,9 +54,6 @@ from csps.protocols.errors import ConfigError, CspsError, DeadlineExceeded, Tran
 from csps.protocols.messages import PrefillDone, PrefillJob, PrefillPiece, TokenDrawn, Tokens
 
 _log = logging.getLogger(__name__)
-
-MLP_ROWS = 4096
-"""Of one block, after which urgent jobs may run."""
 
 SLOTS_BACK_S = 60.0
 """For slots that a former router's jobs still hold; the present one counts what it has given."""
@@ -201,8 +200,11 @@ class PrefillLoop:
     def _prepare(self, job: PrefillJob, clock: JobClock) -> _Run:
         engine = self._engine
         member = job.group.index(engine.instance)
-        give_way = partial(self._give_way, job, clock)
-        group = SpGroup(engine.mesh, engine.layout, job, member, clock, give_way)
+        shape = ModelShape.of(
+            engine.spec, tp=engine.layout.tp, on_cuda=engine.device.type == "cuda"
+        )
+        points = Points(step_parts(job, shape), partial(self._give_way, job, clock))
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock, points)
         mover = KvMover(group, engine.pool)
         self._allocate(group, mover)
         ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
@@ -226,7 +228,7 @@ class PrefillLoop:
         x_td = network.embed(run.ids_t)
         keep = partial(self._keep, run)
         for index, layer in enumerate(network.layers):
-            self._between_layers(run)
+            self._between_layers(run, index)
             if index + 1 < len(network.layers):
                 x_td = strategy.attend_layer(index, layer, x_td, rotary, keep)
                 x_td = self._mlp(run, index, layer, x_td)
@@ -244,10 +246,10 @@ class PrefillLoop:
         if layer.all_reduce is not None or x_td.is_cuda:
             with timeline.phase("mlp", layer=index):
                 return layer.mlp(x_td)
-        for block_td in torch.split(x_td, MLP_ROWS):
+        for block_td in torch.split(x_td, parts.MLP_ROWS):
             with timeline.phase("mlp", layer=index):
                 block_td.copy_(layer.mlp(block_td))
-            run.group.give_way()
+            run.group.points.point()
         return x_td
 
     def _keep(
@@ -352,16 +354,16 @@ class PrefillLoop:
 
     # --- urgent jobs inside a long one -----------------------------------------------------
 
-    def _between_layers(self, run: _Run) -> None:
+    def _between_layers(self, run: _Run, index: int) -> None:
         """Do as the group's leader says: let urgent jobs run first, give up requests, or all."""
         orders = self._orders(run)
         run.group.withdrawn.update(orders.withdrawn)
         if not any(map(run.group.wanted, run.job.pieces)):
             raise _JobCancelled
         self._run_urgent(run.clock, orders.urgent)
-        run.group.give_way()
+        run.group.points.begin_layer(index)
 
-    def _give_way(self, job: PrefillJob, clock: JobClock) -> None:
+    def _give_way(self, job: PrefillJob, clock: JobClock, number: int) -> None:
         """Let urgent jobs of this rank alone run now, wherever the other members stand. Comes so
         often, and for any job, that it tells of the progress as well."""
         self._progress.step(job.job_id)

@@ -158,6 +158,15 @@ class Transfers:
         """To be called between two parts of a long computation: what has arrived is passed on."""
         self._followers.progress()
 
+    def settle(self) -> None:
+        """Until nothing is left to follow: to be called before the thread turns to other things,
+        when what others have begun is all that is waited for."""
+        while self._followers.waiting:
+            self._news.clear()
+            self.progress()
+            if self._followers.waiting:
+                self._news.wait()
+
     def join(self, task: Task[T], label: Label) -> T:
         """What a follower returned, once it has; raises what it raised."""
         if not task.ready and self._in_order is None:

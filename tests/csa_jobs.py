@@ -17,6 +17,7 @@ from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
+from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 from csps.protocols.topology import Topology
@@ -137,34 +138,38 @@ def on_ranks(
     world: RankWorld,
     case: CsaCase,
     clocks: Mapping[int, JobClock] | None = None,
-    give_way: Callable[[int], None] = lambda rank: None,
+    part: Callable[[int, int], None] = lambda rank, number: None,
 ) -> list[Tensor]:
     """Attention outputs (T, h, d) of each layer, computed by the members."""
-    return [layer.out_thd for layer in layers_on_ranks(world, case, clocks, give_way)]
+    return [layer.out_thd for layer in layers_on_ranks(world, case, clocks, part)]
 
 
 def layers_on_ranks(
     world: RankWorld,
     case: CsaCase,
     clocks: Mapping[int, JobClock] | None = None,
-    give_way: Callable[[int], None] = lambda rank: None,
+    part: Callable[[int, int], None] = lambda rank, number: None,
 ) -> list[LayerResult]:
     """Each layer, computed by the members.
 
     Args:
-        give_way: called wherever a member, named by its rank, lets urgent jobs run.
+        part: called with each point's number that a member, named by its rank, passes.
     """
     qkv = case.qkv()
 
     def member(rank: int) -> list[LayerResult]:
         clock = (clocks or {}).get(rank)
         rows = slice(case.bounds[rank], case.bounds[rank + 1])
-        group = replace(world.group(case.job, rank, clock), give_way=partial(give_way, rank))
+        shape = ModelShape(layers=case.layers, heads=case.heads, head_dim=DIM, tp=1)
+        points = Points(step_parts(case.job, shape), partial(part, rank))
+        group = replace(world.group(case.job, rank, clock), points=points)
         with Csa(group, case.schedule, case.pool(rank), heads=case.heads, scale=SCALE) as csa:
-            return [
-                _attend(csa, case, layer, *(x_thd[rows].contiguous() for x_thd in tensors))
-                for layer, tensors in enumerate(qkv)
-            ]
+            results = []
+            for layer, tensors in enumerate(qkv):
+                group.points.begin_layer(layer)
+                own = (x_thd[rows].contiguous() for x_thd in tensors)
+                results.append(_attend(csa, case, layer, *own))
+            return results
 
     parts = world.each(case.members, member)
     return [_joined(layer) for layer in zip(*parts, strict=True)]

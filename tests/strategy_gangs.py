@@ -49,18 +49,23 @@ def started_once(
         yield gang
 
 
-def check_scattered_history(gang: StrategyRanks, make: MakeStrategy) -> None:
+def check_scattered_history(
+    gang: StrategyRanks,
+    make: MakeStrategy,
+    part: Callable[[int, int], None] | None = None,
+    **fields: object,
+) -> None:
     """A chunk whose earlier KV lies on both of two instances, between two whole prompts."""
     shares = [
         KvShare(instance=1, span=Span(start=0, stop=7)),
         KvShare(instance=0, span=Span(start=7, stop=19)),
         KvShare(instance=1, span=Span(start=19, stop=20)),
     ]
-    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], shares, []])
+    job = job_of([0, 12, 25], [4, 15, 6], starts=[0, 20, 0], history=[[], shares, []], **fields)
     forwards = gang.forwards(job)
     gang.hold_history(job, forwards)
     try:
-        gang.check(job, gang.run(job, make), forwards)
+        gang.check(job, gang.run(job, make, part), forwards)
     finally:
         for engine in gang.engines:
             engine.pool.free_request(1)

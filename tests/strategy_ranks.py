@@ -24,6 +24,7 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, InstanceGroup
 from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.actors.strategies.strategy import Strategy
 from csps.models.loading import load_network
 from csps.models.network import Network
@@ -89,16 +90,46 @@ class StrategyRanks:
         generator = torch.Generator().manual_seed(rid)
         return torch.randint(0, 256, (length,), generator=generator)
 
-    def run(self, job: PrefillJob, make: MakeStrategy) -> list[RankResult]:
-        """The job on every rank of its group's instances, in the group's order."""
+    def run(
+        self,
+        job: PrefillJob,
+        make: MakeStrategy,
+        part: Callable[[int, int], None] | None = None,
+        withdrawn: Sequence[int] = (),
+    ) -> list[RankResult]:
+        """The job on every rank of its group's instances, in the group's order.
+
+        Args:
+            part: called with each point's number that a rank passes; all layers have points, the
+                last one too. The job must name the strategy that is made.
+            withdrawn: requests that nobody wants, from the first layer on.
+        """
         layout = self.engines[0].layout
         ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
-        return self.world.each(len(ranks), lambda place: self._run_on(ranks[place], job, make))
+        return self.world.each(
+            len(ranks), lambda place: self._run_on(ranks[place], job, make, part, withdrawn)
+        )
 
-    def _run_on(self, rank: int, job: PrefillJob, make: MakeStrategy) -> RankResult:
+    def points(self, job: PrefillJob, rank: int, part: Callable[[int, int], None] | None) -> Points:
+        """A rank's way through a job."""
+        if part is None:
+            return Points()
+        spec = replace(self.network.spec, layers=self.network.spec.layers + 1)
+        shape = ModelShape.of(spec, tp=self.engines[0].layout.tp, on_cuda=False)
+        return Points(step_parts(job, shape), partial(part, rank))
+
+    def _run_on(
+        self,
+        rank: int,
+        job: PrefillJob,
+        make: MakeStrategy,
+        part: Callable[[int, int], None] | None,
+        withdrawn: Sequence[int],
+    ) -> RankResult:
         engine, clock = self.engines[rank], JobClock()
         member = job.group.index(engine.instance)
-        group = SpGroup(engine.mesh, engine.layout, job, member, clock)
+        points = self.points(job, rank, part)
+        group = SpGroup(engine.mesh, engine.layout, job, member, clock, points, set(withdrawn))
         network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
 
         def keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
@@ -111,6 +142,7 @@ class StrategyRanks:
         x_td = network.embed(self._tokens(group))
         with make(group, engine) as strategy:
             for index, layer in enumerate(network.layers):
+                group.points.begin_layer(index)
                 x_td = layer.mlp(strategy.attend_layer(index, layer, x_td, rotary, keep))
         return replace(result, x_td=x_td)
 

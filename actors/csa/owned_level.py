@@ -44,8 +44,8 @@ class OwnedLevel:
     def compute(
         self, arrivals: FirstAllToAll, nearer: Mapping[int, LevelBuffers]
     ) -> Iterator[Finished]:
-        """Attend as micro-partitions arrive, with urgent jobs between them; yields those of the
-        queries as they are finished.
+        """Attend as micro-partitions arrive, with points between them; yields those of the queries
+        as they are finished.
 
         Args:
             nearer: lower levels by number, whose data has all arrived.
@@ -60,9 +60,9 @@ class OwnedLevel:
             ):
                 for rectangle in self.buffers.mine.rectangles(step):
                     self._attend(rectangle, step)
+            self._group.points.point()
             if self._finishes(step):
                 yield self._finished(step.query_micro)
-            self._group.give_way()
 
     def _attend(self, rectangle: Rectangle, step: Step) -> None:
         q_nhd = self.buffers.queries[step.query_micro][rectangle.block][rectangle.queries]

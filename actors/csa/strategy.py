@@ -77,6 +77,8 @@ class Csa(WithTransfers):
         """Own parts that others of their prompt follow."""
         self._own_starts = {part.rows.start for part in self._own.values()}
         self._judge = self._new_judge(parts)
+        self._may_stand_still = False
+        """No exchange is begun now that ends no phase."""
         self._judged_at_once = plan.importance_layer == "same"
         self._routes: dict[object, Routes] = {}
         self._history = History(
@@ -191,13 +193,15 @@ class Csa(WithTransfers):
         )
 
     def _attend_own(self, layer: int, own: OwnRows) -> bool:
-        """One micro-partition of level 1, and then urgent jobs; false if there is none left. Never
-        called while waiting is counted, so that a job's time is counted once."""
+        """One micro-partition of level 1; false if there is none left. Never called while waiting
+        is counted, so that a job's time is counted once. In waits before the levels no point comes
+        after it: there exchanges follow each other closely."""
         if not own.left:
             return False
         with self._timeline.phase("attention", layer=layer, level=1, micro=own.done):
             own.attend_next()
-        self._group.give_way()
+        if self._may_stand_still:
+            self._group.points.point()
         return True
 
     def _levels(self, layer: int, rows: KeptRows) -> dict[int, LevelBuffers]:
@@ -219,13 +223,20 @@ class Csa(WithTransfers):
         """Levels ascending: compute what arrives, and send back what is finished. What is left of
         level 1 by then hides the way of the last outputs."""
         returns = Returns(self._group, rows, self._transfers, layer=layer)
+        self._may_stand_still = True
         if not self._schedule.plan.pipelined:
             self._attend_rest(layer, own)
-        for buffers in levels.values():
+        for number, buffers in levels.items():
             level = OwnedLevel(self._group, buffers, layer=layer, scale=self._scale)
-            for finished in level.compute(arrivals, levels):
-                returns.send(finished)
-        self._attend_rest(layer, own)
+            finished = level.compute(arrivals, levels)
+            for _ in range(self._micro_partitions(layer)[number - 1]):
+                done = next(finished, None)  # none where nobody sees anybody
+                self._group.points.close()
+                if done is not None:
+                    returns.send(done)
+        if self._schedule.plan.pipelined:
+            self._attend_rest(layer, own)
+        self._may_stand_still = False
         if self._schedule.plan.nested:
             attend_own_levels(own.running, rows, self._layer_routes(layer), scale=self._scale)
         returns.merge_all(own.running)
@@ -233,6 +244,7 @@ class Csa(WithTransfers):
     def _attend_rest(self, layer: int, own: OwnRows) -> None:
         while self._attend_own(layer, own):
             pass
+        self._group.points.close()
 
     # --- kept sets -----------------------------------------------------------------------------
 

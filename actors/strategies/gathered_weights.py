@@ -112,8 +112,9 @@ class GatheredWeights(WithTransfers):
         for block in attention.blocks((0, total), total) if heads else ():
             with timeline.phase("attention", layer=index):
                 attention.attend(block, (0, total))
-            self._group.give_way()
+            self._group.points.point()
         asked.merge_into(attention.out_Thd, attention.lse_hT)
+        self._group.points.close()
         return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:

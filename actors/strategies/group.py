@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout, LocalPiece, local_pieces
 from csps.actors.mesh import Mesh
+from csps.actors.strategies.parts import Points
 from csps.protocols.even_share import even_share
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
@@ -30,11 +31,9 @@ class SpGroup:
     job: PrefillJob
     member: int
     clock: JobClock
-    give_way: Callable[[], None] = lambda: None
-    """To be called between two parts of a long computation, outside of exchanges, on a CPU every
-    few seconds at least (`query_blocks`): runs urgent jobs that need nobody but this rank, and
-    tells the router of progress. Under tensor parallelism every job needs several ranks: there it
-    only tells."""
+    points: Points = field(default_factory=Points)
+    """Where the job may stand still: passed between two blocks of a long computation, outside of
+    exchanges, on a CPU every few seconds at least (`query_blocks`)."""
     withdrawn: set[int] = field(default_factory=set)
     """The job's requests that nobody wants any more; grows between layers, at all members before
     the same one. Their rows stay, because bounds do, but what is computed of them is of no use."""

@@ -88,6 +88,8 @@ class History:
         self.begin = begin
         self.own = next(it for it in members if it.rank == group.mesh.rank)
         self._members = tuple(members)
+        self.any = any(piece.history for piece in group.job.pieces)
+        """Then every layer has a phase for it, even if nobody wants the piece any more."""
         self.asked_of = self._routes((self.own, holder) for holder in members)
         """By holder, what this member asks of it."""
         self.asked_by = self._routes((asker, self.own) for asker in members)
@@ -197,6 +199,8 @@ class Asked:
             rank: self._room(asked, self._q_nhd) for rank, asked in self._others(self._asked_of)
         }
         self._answers |= arriving
+        if self._history.any:
+            self._history.group.points.close()
         self._wait = self._begin(replies, list(arriving.items()), Tag.HISTORY_ANSWER)
 
     def merge_into(self, out_nhd: Tensor, lse_hn: Tensor) -> None:
@@ -241,7 +245,7 @@ class Asked:
                         k_positions=None,
                         scale=history.scale,
                     )
-            group.give_way()
+            group.points.point()
 
     # --- messages ----------------------------------------------------------------------------
 

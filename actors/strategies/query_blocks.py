@@ -21,7 +21,14 @@ def query_blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:
     """Blocks of queries that attend to so many keys at most; one on a GPU, to which a layer is
     handed over as a whole anyway."""
     tokens, heads, dim = q_thd.shape
-    rows = max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))
-    if q_thd.is_cuda:
-        rows = max(1, tokens)
+    rows = max(1, tokens) if q_thd.is_cuda else _block_rows(heads, dim, keys)
     return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+
+
+def block_count(rows: int, heads: int, dim: int, keys: int) -> int:
+    """How many blocks `query_blocks` makes of so many queries on a CPU."""
+    return -(-rows // _block_rows(heads, dim, keys))
+
+
+def _block_rows(heads: int, dim: int, keys: int) -> int:
+    return max(MIN_BLOCK_ROWS, BLOCK_PRODUCTS // max(1, keys * heads * dim))

@@ -19,13 +19,14 @@ Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
 
 from csps.actors.collectives.row_gather import RowGather, all_gather
 from csps.actors.collectives.row_reduce import RowReduce
+from csps.actors.collectives.row_shards import RowPart
 from csps.actors.collectives.row_tree import flat_tree, server_tree
 from csps.actors.csa.geometry import LevelGeometry, spanning_parts
 from csps.actors.csa.schedule import DropSchedule
@@ -86,7 +87,7 @@ class SpTp(WithTransfers):
             scale=engine.spec.scale,
             begin=through(self._transfers),
         )
-        self._has_history = any(piece.history for piece in group.job.pieces)
+        group.points.settle = self._transfers.settle
         self._importance: Mapping[int, Tensor] = {}
         self._steps: dict[int, tuple[Step, ...]] = {}
 
@@ -108,8 +109,9 @@ class SpTp(WithTransfers):
                 work.run(self._planned(index), gather, reduce, self._transfers)
                 self._importance = self._judged(index, work)
             else:
-                self._only_answer(index, x_td)
+                self._only_answer(index, x_td, parts)
             sum_td = reduce.result()
+        self._group.points.close()
         sum_td = self._instance_rows(sum_td)
         with timeline.phase("linear", layer=index):
             return layer.add_output(x_td, sum_td)
@@ -138,13 +140,17 @@ class SpTp(WithTransfers):
             pipelined = self._plan is not None and self._plan.pipelined
             plain = near_to_far(parts, self._distances) if pipelined else one_after_another(parts)
             steps = tuple(plain)
-            self._steps[micro] = tuple(with_history(steps)) if self._has_history else steps
+            self._steps[micro] = tuple(with_history(steps)) if self._history.any else steps
         return self._steps[micro]
 
-    def _only_answer(self, index: int, x_td: Tensor) -> None:
-        """Without heads there is nothing to ask, but history may lie here."""
-        no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
-        self._history.ask(index, no_queries).answer()
+    def _only_answer(self, index: int, x_td: Tensor, parts: Sequence[RowPart]) -> None:
+        """Without heads there is nothing to ask and to hand on, but history may lie here."""
+        if self._history.any:
+            self._group.points.close()
+            no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
+            self._history.ask(index, no_queries).answer()
+        for _ in parts:
+            self._group.points.close()
 
     def _micro_partitions(self, index: int) -> int:
         if self._plan is None or not self._plan.pipelined:

@@ -85,6 +85,7 @@ class SpTpLayer:
                         self._project(start, stop)
                     self._pause(transfers)
                 case AskHistory():
+                    self._group.points.close()
                     self._asked = self._history.ask(self._index, self.attention.q_Thd)
                     self._asked.answer()
                 case Attend(queries, keys, place):
@@ -93,6 +94,7 @@ class SpTpLayer:
                             self.attention.attend(block, keys)
                         self._pause(transfers)
                 case HandOn(part):
+                    self._group.points.close()
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self._with_history(part.rows)
                         reduce.add(part, self._layer.output_part(out_thd))
@@ -130,7 +132,7 @@ class SpTpLayer:
     def _pause(self, transfers: Transfers) -> None:
         """Between two parts of the computing."""
         transfers.progress()
-        self._group.give_way()
+        self._group.points.point()
 
     def _phase(self, name: Phase, place: Place) -> AbstractContextManager[None]:
         return self._timeline.phase(name, layer=self._index, level=place.level, micro=place.micro)

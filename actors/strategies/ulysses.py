@@ -137,6 +137,7 @@ class Ulysses:
                 own = q_thd[rows], k_thd[rows], v_thd[rows]
                 self._attend_piece(layer, piece, *own, out_thd[rows], lse_ht[:, rows])
         asked.merge_into(out_thd, lse_ht)
+        self._group.points.close()
         return out_thd.to(q_thd.dtype)
 
     def _attend_piece(
@@ -162,7 +163,7 @@ class Ulysses:
                         k_positions=positions,
                         scale=self._scale,
                     )
-            self._group.give_way()
+            self._group.points.point()
 
     def _second_exchange(self, out_thd: Tensor, q_thd: Tensor) -> Tensor:
         """Own rows of all heads, from all rows of own heads."""

@@ -1,4 +1,4 @@
-"""Urgent jobs may run after every block of a layer's attention, and inside no phase."""
+"""A step may stand still after every block of a layer's attention, and inside no phase."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,21 +39,23 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
 
 
 class Watched:
-    """Makes the strategy of a job, and notes when each rank has given way."""
+    """Makes the strategy of a job, and notes when each rank has passed a point."""
 
     def __init__(self) -> None:
         self.given: dict[int, list[int]] = defaultdict(list)
 
     def __call__(self, group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
         group.clock.timeline = Timeline(on=True)
-        given = self.given[engine.rank]
-        return strategy_of(replace(group, give_way=lambda: given.append(time.time_ns())), engine)
+        return strategy_of(group, engine)
+
+    def part(self, rank: int, number: int) -> None:
+        self.given[rank].append(time.time_ns())
 
 
 def ran(gang: StrategyRanks, job: PrefillJob) -> list[RankResult]:
     """The job on all ranks, which have given way where they must, and have the right rows."""
     watched = Watched()
-    results = gang.run(job, watched)
+    results = gang.run(job, watched, watched.part)
     gang.check(job, results, gang.forwards(job))
     for rank, result in enumerate(results):
         check_given(result.clock.timeline.events, watched.given[rank])
@@ -93,12 +94,11 @@ def test_after_every_block_that_attends_to_history(
     watched, clocks = Watched(), []
 
     def make(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
-        group = replace(group, job=replace(group.job, strategy=strategy))
         clocks.append((engine.rank, group.clock))
         return watched(group, engine)
 
     with blocks_of(ROWS):
-        check_scattered_history(gangs("gqa", instances, tp), make)
+        check_scattered_history(gangs("gqa", instances, tp), make, watched.part, strategy=strategy)
     assert len(clocks) == instances * tp
     for rank, clock in clocks:
         check_given(clock.timeline.events, watched.given[rank])
@@ -122,10 +122,12 @@ def test_sp_tp_after_its_products_too(gangs: Gangs, strategy: str) -> None:
     """Of all rows' queries, keys and values, and of each output that is handed on."""
     watched = Watched()
     job = job_of([0, 21, 48], PIECES, strategy=strategy)
-    gangs("gqa", 2, 1).run(job, watched)
+    gangs("gqa", 2, 1).run(job, watched, watched.part)
     handed_on = len(job.group)
+    # One where a layer begins, and one before each exchange: what is handed on, and what follows.
+    closed = 1 + handed_on + 1
     for given in watched.given.values():
-        assert len(given) == LAYERS * (1 + 1 + handed_on)
+        assert len(given) == LAYERS * (1 + 1 + handed_on + closed)
 
 
 def test_a_gpu_is_handed_attention_as_a_whole() -> None:

@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from csps.actors import prefill
 from csps.actors.job_clock import JobClock
 from csps.actors.prefill import PrefillLoop
+from csps.actors.strategies import parts
 from csps.actors.timeline_export import LAYER, PHASE
 from csps.models.network import Layer
 
@@ -49,7 +49,7 @@ async def test_mlp_and_last_rows(
     blocks: int,
 ) -> None:
     """The MLP in blocks of rows, but where ranks sum their parts."""
-    monkeypatch.setattr(prefill, "MLP_ROWS", 10)
+    monkeypatch.setattr(parts, "MLP_ROWS", 10)
     request = Request(rid=1, prompt=prompt_of(30), shares=even_shares(30, [0]))
     async with thread_cell(tiny_llama, prefill=1, prefill_tp=tp, decode=1) as cell:
         await cell.reserve(request)
@@ -70,7 +70,7 @@ async def test_mlp_and_last_rows(
 def test_a_gpu_is_handed_the_mlp_as_a_whole(
     monkeypatch: pytest.MonkeyPatch, device: str, blocks: list[int]
 ) -> None:
-    monkeypatch.setattr(prefill, "MLP_ROWS", 10)
+    monkeypatch.setattr(parts, "MLP_ROWS", 10)
     layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=JobClock())
     layer.mlp.side_effect = torch.clone
     with FakeTensorMode():

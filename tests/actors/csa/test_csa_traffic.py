@@ -175,7 +175,7 @@ def test_computing_is_in_one_phase_at_a_time(
     case = two_servers(((0.5,), (0.75,)), micro=3)
     case = case.with_plan(pipelined=pipelined, importance_window=window)
     clocks = {rank: _Watched(timeline=Timeline(on=True)) for rank in range(case.members)}
-    on_ranks(world, case, clocks, give_way=lambda rank: clocks[rank].give_way())
+    on_ranks(world, case, clocks, part=lambda rank, number: clocks[rank].pass_point())
     for clock in clocks.values():
         computing = [e for e in clock.timeline.events if e.name not in TRANSFERS]
         spans = sorted((e.start_ns, e.end_ns) for e in computing)
@@ -187,7 +187,7 @@ def test_computing_is_in_one_phase_at_a_time(
 
 @dataclass
 class _Watched(JobClock):
-    """Notes when a member gave way; it must not while it counts its time as waiting."""
+    """Notes when a member passed a point; it must not while it counts its time as waiting."""
 
     counting: int = 0
     given: list[int] = field(default_factory=list)
@@ -199,7 +199,7 @@ class _Watched(JobClock):
             yield
         self.counting -= 1
 
-    def give_way(self) -> None:
+    def pass_point(self) -> None:
         assert not self.counting
         self.given.append(time.time_ns())
 

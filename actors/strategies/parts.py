@@ -1,0 +1,254 @@
+"""Where a step may stand still: points of its exchange program, numbered alike at all members.
+
+A layer is cut into *phases* by the exchanges that are begun in it: in a phase all members have
+begun the same ones. A member passes points of the phase while it computes, as many as it has
+blocks, and the phase's last number before it begins the next exchange. So whatever number all are
+told to stand still at, either all have begun an exchange or none, and nobody waits for one that
+stands still. (What is passed on for others is the exception: see `Points.settle`.)
+
+Numbers are worked out from the step alone, before it begins and without being its member. How many
+blocks a phase has is estimated, for the member with the most; a member with fewer skips numbers,
+one with more passes the last ones without a number of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from csps.actors.csa.geometry import LevelGeometry
+from csps.actors.strategies.query_blocks import block_count
+from csps.models.spec import ModelSpec
+from csps.protocols.csa import CsaPlan
+from csps.protocols.even_share import even_share
+from csps.protocols.messages import PrefillJob, PrefillPiece
+
+MLP_ROWS = 4096
+"""Of one block of a layer's MLP."""
+
+Phases = tuple[int, ...]
+"""Numbers that each phase of a layer has, at least 1."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The numbers of one step."""
+
+    layers: tuple[Phases, ...]
+    """The first phase of each layer is the point at which it begins, the last one its MLP; of the
+    model's last layer, which is computed by rows, there is only the first."""
+
+    @property
+    def total(self) -> int:
+        """Numbers are 0 to this, without it."""
+        return self._firsts[-1]
+
+    def numbers(self, layer: int, phase: int) -> range:
+        """Of a phase."""
+        first = self._firsts[layer] + sum(self.layers[layer][:phase])
+        return range(first, first + self.layers[layer][phase])
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return list(accumulate(map(sum, self.layers), initial=0))
+
+
+class Points:
+    """One member's way through its step. Without `parts` it passes points that have no numbers, and
+    tells nobody: for strategies that are run by themselves.
+
+    Args:
+        part: told the number of each point, none of which is less than the one before; may do other
+            things before it returns.
+    """
+
+    def __init__(
+        self, parts: StepParts | None = None, part: Callable[[int], None] = lambda number: None
+    ) -> None:
+        self._parts, self._part = parts, part
+        self._layer, self._phase = -1, 0
+        self._left = range(0)
+        self.settle: Callable[[], None] = lambda: None
+        """To be called before other things are done at a point: begins what is yet to be passed on
+        for others, who may wait for it before they come to the same point."""
+
+    def begin_layer(self, index: int) -> None:
+        """Between two layers: what all members agree on from a layer on changes here."""
+        if self._parts is None:
+            return
+        if self._layer >= 0:
+            phases = len(self._parts.layers[self._layer])
+            assert self._phase == phases - 1, f"layer {self._layer} ends in phase {self._phase}"
+        self._layer, self._phase = index, -1
+        self._enter_next()
+        self.close()
+
+    def point(self) -> None:
+        """Between two blocks of computing."""
+        if self._parts is not None:
+            number = self._left[0]
+            self._left = self._left[1:] or self._left
+            self._part(number)
+
+    def close(self) -> None:
+        """Before the next exchange is begun, of those that end a phase; all members do, whether
+        they have a part in it or not."""
+        if self._parts is not None:
+            self._part(self._left[-1])
+            self._enter_next()
+
+    def _enter_next(self) -> None:
+        assert self._parts is not None
+        self._phase += 1
+        if self._phase < len(self._parts.layers[self._layer]):
+            self._left = self._parts.numbers(self._layer, self._phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What of a model the numbers of a step depend on."""
+
+    layers: int
+    heads: int
+    """Query heads of the whole model."""
+    head_dim: int
+    tp: int
+    whole: bool = False
+    """Layers are handed to the device as a whole: no block is cut."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, tp: int, on_cuda: bool) -> ModelShape:
+        """Of a model on instances of `tp` ranks."""
+        return cls(
+            layers=spec.layers,
+            heads=spec.heads,
+            head_dim=spec.head_dim,
+            tp=tp,
+            whole=on_cuda,
+        )
+
+
+def step_parts(job: PrefillJob, shape: ModelShape) -> StepParts:
+    """The numbers of a step; alike wherever they are worked out."""
+    counts = _Counts(job, shape)
+    begin, mlp = (1,), (counts.mlp,)
+    middle = (begin + counts.attention(index) + mlp for index in range(shape.layers - 1))
+    return StepParts((*middle, begin))
+
+
+class _Counts:
+    """Points in the phases of one step's layers."""
+
+    def __init__(self, job: PrefillJob, shape: ModelShape) -> None:
+        self._job, self._shape = job, shape
+        self._rank_heads = -(-shape.heads // shape.tp)
+        self._rows = job.bounds[-1]
+        self._shares = [stop - start for start, stop in pairwise(job.bounds)]
+        self._by_micro: dict[tuple[int, ...], Phases] = {}
+
+    @property
+    def mlp(self) -> int:
+        """An instance's ranks sum their parts at the same time, so there it is one block."""
+        if self._shape.tp > 1 or self._shape.whole:
+            return 1
+        return max(1, *(-(-rows // MLP_ROWS) for rows in self._shares))
+
+    def attention(self, layer: int) -> Phases:
+        """What `Strategy.attend_layer` closes."""
+        match self._job.strategy:
+            case "ulysses":
+                heads = self._head_share(self._rank_heads, len(self._job.group))
+                return self._over_heads(heads)
+            case "gathered_weights":
+                members = len(self._job.group) * self._shape.tp
+                return self._over_heads(self._head_share(self._shape.heads, members))
+            case "csa":
+                assert self._job.csa is not None, "the job has been checked"
+                return self._csa(self._job.csa, layer)
+            case _:
+                return self._sp_tp(self._job.csa, layer)
+
+    def _over_heads(self, heads: int) -> Phases:
+        """All rows of own heads: history if there is any, and the chunk."""
+        chunk = sum(self._blocks(piece.length, heads, piece.length) for piece in self._job.pieces)
+        asked = [self._rows] * (self._rank_heads // heads if heads else 1)
+        return (*self._history(asked, heads), max(1, chunk))
+
+    def _csa(self, plan: CsaPlan, layer: int) -> Phases:
+        """One for every micro-partition of the queries of an exchanged level. Own rows are computed
+        wherever a member would wait, and at the latest at the end; where exchanges are not beside
+        computing, before them."""
+        group = plan.layer_group(layer)
+        levels = range(1, plan.levels + 1)
+        micro = {level: group.micro(level) if plan.pipelined else 1 for level in levels}
+        local = LevelGeometry(parts=(), levels=plan.segments()).local_first_level
+        exchanged = [level for level in levels if level > 1 or not local]
+        own = micro[1]
+        phases = [
+            (micro[level] if index == 0 else 1) + own
+            for level in exchanged
+            for index in range(micro[level])
+        ]
+        ends = [*phases, own] if plan.pipelined else [own, *phases]
+        return (*self._history(self._shares, self._rank_heads), *ends)
+
+    def _sp_tp(self, plan: CsaPlan | None, layer: int) -> Phases:
+        """One before each part of the rows is handed on, and one after the last. Pipelined, about
+        half of the attention comes before the first."""
+        pipelined = plan is not None and plan.pipelined
+        cuts = plan.layer_group(layer).micro(1) if plan is not None and pipelined else 1
+        if (cuts,) in self._by_micro:
+            return self._by_micro[cuts,]
+        lengths = [length for rows in self._shares for length in self._row_parts(rows, cuts)]
+        heads = self._head_share(self._rank_heads, len(self._job.group))
+        if pipelined:
+            blocks = sum(max(2, self._blocks(length, heads, self._rows)) for length in lengths)
+            projected = len(lengths)
+        else:
+            blocks, projected = self._blocks(self._rows, heads, self._rows), 1
+        later = 1 + (-(-blocks // len(lengths)) if pipelined else 0)
+        early = (blocks + projected, *[later] * len(lengths))
+        asked = [self._rows] * len(self._job.group)
+        history = self._history(asked, heads)
+        phases = (projected + blocks, *history, *early) if history else early
+        self._by_micro[cuts,] = phases
+        return phases
+
+    def _row_parts(self, rows: int, cuts: int) -> Iterator[int]:
+        """The parts of an instance's rows, over its ranks and micro-partitions."""
+        for tp_rank in range(self._shape.tp):
+            share = len(even_share(rows, self._shape.tp, tp_rank))
+            yield from filter(None, (len(even_share(share, cuts, cut)) for cut in range(cuts)))
+
+    def _history(self, asked_rows: Sequence[int], heads: int) -> Phases:
+        """Of the holder with the most to answer; none if no piece has history.
+
+        Args:
+            asked_rows: of each asker, how many rows it asks with.
+        """
+        held = [
+            sum(
+                self._blocks(min(rows, piece.length), heads, tokens)
+                for rows in asked_rows
+                for piece in self._job.pieces
+                if (tokens := _held(piece, instance))
+            )
+            for instance in self._job.group
+        ]
+        return (max(held),) if any(held) else ()
+
+    def _blocks(self, rows: int, heads: int, keys: int) -> int:
+        if not rows or not heads:
+            return 0
+        return 1 if self._shape.whole else block_count(rows, heads, self._shape.head_dim, keys)
+
+    @staticmethod
+    def _head_share(heads: int, members: int) -> int:
+        """Of the member with the most."""
+        return -(-heads // members)
+
+
+def _held(piece: PrefillPiece, instance: int) -> int:
+    return sum(it.span.length for it in piece.history if it.instance == instance)

@@ -1,0 +1,158 @@
+"""Parts of a step: whatever number all are told to stand still at, all have begun the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from small_blocks import blocks_of
+from strategy_gangs import Gangs, started_once
+from strategy_ranks import StrategyRanks, job_of
+from test_history import jobs
+from torch import Tensor
+
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.strategies.choice import strategy_of
+from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
+from csps.protocols.messages import PrefillJob
+
+several = settings(max_examples=examples(10), suppress_health_check=list(HealthCheck))
+
+PASSED_ON = {Tag.RELAYED_ROWS, Tag.SUMS_TO_RELAY, Tag.ROW_SUMS}
+"""Through gates, whenever what they pass on has arrived; `Points.settle` is for these."""
+
+Message = tuple[int, int, Tag]
+"""(sender, receiver, tag)."""
+
+
+class Watch:
+    """Which part every rank had passed last when it began its end of each message."""
+
+    def __init__(self, gang: StrategyRanks) -> None:
+        self._gang = gang
+        self.passed: dict[int, list[int]] = defaultdict(list)
+        self.sent: dict[Message, list[int]] = defaultdict(list)
+        self.received: dict[Message, list[int]] = defaultdict(list)
+
+    def part(self, rank: int, number: int) -> None:
+        self.passed[rank].append(number)
+
+    @contextmanager
+    def on_meshes(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            for engine in self._gang.engines:
+                patch.setattr(engine.mesh, "start_exchange", self._noting(engine.mesh))
+            yield
+
+    def _noting(self, mesh: Mesh) -> Callable[..., Any]:
+        start = mesh.start_exchange
+
+        def noting(
+            sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
+        ) -> Any:
+            last = self.passed[mesh.rank][-1]
+            for peer, tensor in sends:
+                if tensor.numel():
+                    self.sent[mesh.rank, peer, tag].append(last)
+            for peer, tensor in recvs:
+                if tensor.numel():
+                    self.received[peer, mesh.rank, tag].append(last)
+            return start(sends, recvs, tag)
+
+        return noting
+
+
+def run(gang: StrategyRanks, job: PrefillJob) -> Watch:
+    watch, forwards = Watch(gang), gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        with watch.on_meshes():
+            gang.check(job, gang.run(job, strategy_of, watch.part), forwards)
+    finally:
+        for engine in gang.engines:
+            for piece in job.pieces:
+                engine.pool.free_request(piece.rid)
+    return watch
+
+
+@pytest.fixture(scope="module")
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    with started_once(tmp_path_factory) as started:
+        yield started
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
+@pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (2, 2)])
+@several
+@given(data=st.data())
+def test_both_ends_of_a_message_are_begun_between_the_same_parts(
+    gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
+) -> None:
+    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    with blocks_of(data.draw(st.integers(3, 30))):
+        watch = run(gang, job)
+        parts = gang.points(job, 0, watch.part)._parts
+    assert parts is not None
+    for passed in watch.passed.values():
+        assert all(one <= other for one, other in pairwise(passed))
+        assert passed[-1] < parts.total
+    for message, at in watch.sent.items():
+        assert len(at) == len(watch.received[message])
+        if strategy != "sp_tp" or message[2] not in PASSED_ON:
+            assert at == watch.received[message], message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "members", "tp"), [("ulysses", 3, 1), ("gathered_weights", 2, 2)]
+)
+def test_who_has_most_blocks_has_a_number_for_each(
+    gangs: Gangs, strategy: str, members: int, tp: int
+) -> None:
+    gang = gangs("gqa", members, tp)
+    bounds = [0, *[20] * (members - 1), 48]
+    job = job_of(bounds, [5, 40, 3], strategy=strategy)
+    with blocks_of(4):
+        passed = run(gang, job).passed[0]
+    assert max(map(passed.count, passed)) <= 2, "the last block's, and the end of its phase"
+
+
+def test_a_member_of_none_knows_the_number_of_parts() -> None:
+    shape = ModelShape(layers=3, heads=4, head_dim=8, tp=1)
+    with blocks_of(4):
+        parts = step_parts(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
+    assert parts == StepParts(((1, 5, 1), (1, 5, 1), (1,)))
+    assert parts.total == 15
+    assert parts.numbers(1, 1) == range(8, 13)
+    assert (
+        step_parts(
+            job_of([0, 20], [20]), ModelShape(layers=3, heads=4, head_dim=8, tp=1, whole=True)
+        ).total
+        == 7
+    )
+
+
+def test_a_layer_ends_in_its_mlp() -> None:
+    points = Points(StepParts(((1, 2, 1), (1,))))
+    points.begin_layer(0)
+    points.point()
+    with pytest.raises(AssertionError, match="layer 0 ends in phase 1"):
+        points.begin_layer(1)
+
+
+def test_points_without_a_number_of_their_own_pass_the_last_one() -> None:
+    passed: list[int] = []
+    points = Points(StepParts(((1, 2, 1), (1,))), passed.append)
+    points.begin_layer(0)
+    for _ in range(4):
+        points.point()
+    points.close()
+    points.begin_layer(1)
+    assert passed == [0, 1, 2, 2, 2, 2, 4]
