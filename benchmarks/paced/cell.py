@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from csps.loadgen.simulator.cluster_file import load_cluster  # noqa: E402
 from paced.decode import PacedDecode  # noqa: E402
 from paced.prefill import PacedPrefill  # noqa: E402
-from paced.ranks import Words, timeline  # noqa: E402
+from paced.ranks import PacedRanks, Words, timeline  # noqa: E402
 
 SECRET = b"only for paced ranks on loopback"
 FIRST_WORD, WORDS = 300, 800
@@ -35,24 +35,27 @@ async def run(cluster_name: str, *, emitted: bool) -> None:
     words = Words(range(FIRST_WORD, FIRST_WORD + WORDS))
     decode = PacedDecode(clock, cluster, words, SECRET)
     decode.emitted = [] if emitted else None
-    prefill = PacedPrefill(clock, cluster, decode, words, SECRET)
+    gangs: list[PacedRanks] = [decode.ranks]
+    prefill = None
+    if len(cluster.roles) > 1:
+        prefill = PacedPrefill(clock, cluster, decode, words, SECRET)
+        gangs.insert(0, prefill.ranks)
     members = {
-        "prefill": asdict(await prefill.ranks.start()),
-        "decode": asdict(await decode.ranks.start()),
+        role: asdict(await ranks.start()) for role, ranks in zip(cluster.roles, gangs, strict=True)
     }
     gc.freeze()
     print(json.dumps(members), flush=True)
     try:
         await asyncio.to_thread(sys.stdin.read)
     finally:
-        await prefill.ranks.close()
-        await decode.ranks.close()
+        for ranks in gangs:
+            await ranks.close()
         print(
             json.dumps(
                 {
                     "latest_ms": clock.latest_ns / 1e6,
                     "tokens": decode.tokens,
-                    "left": prefill.steps + decode.held,
+                    "left": decode.held + (prefill.steps if prefill else 0),
                     **({"emitted": decode.emitted} if emitted else {}),
                 }
             ),

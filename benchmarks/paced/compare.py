@@ -45,6 +45,7 @@ RELATIVE, ABSOLUTE_MS = 0.02, 5.0
 POLICY_OPTIONS = {
     "csps": ("spt_tokens=256", "short_tokens=64", "urgent_batch_tokens=128", "max_batch=512"),
     "fixed_sp": ("sp=8", "max_batch=512"),
+    "chunked_prefill": ("token_budget=64", "max_batch=64"),
 }
 
 

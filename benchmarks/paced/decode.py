@@ -1,4 +1,8 @@
-"""A paced decode gang: continuous batching, one frame of tokens a master and iteration."""
+"""A paced gang that decodes: continuous batching, one frame of tokens a master and iteration.
+
+Requests may ride: iterations are then filled with pieces of their prompts by the function that real
+ranks use.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.decode_batch import DECODES
 from csps.loadgen.simulator.slots import Slots
+from csps.protocols.iteration import RowState, fill
 from csps.protocols.messages import (
     CancelRequest,
     JoinBatch,
@@ -32,9 +38,17 @@ class _Row:
     """KV that has not arrived, by instance."""
     shares: dict[int, int]
     index: int
-    """Of the answer's token that the next iteration draws."""
+    """Of the answer's token that is drawn next."""
     context: int
-    """Tokens that the next iteration attends to."""
+    """Tokens that the row's next iteration of decoding attends to."""
+    prompt: int = 0
+    """Of a rider: tokens that iterations compute."""
+    computed: int = 0
+
+    @property
+    def prefills(self) -> bool:
+        """It rides, and its prompt is not computed."""
+        return self.computed < self.prompt
 
 
 class PacedDecode:
@@ -44,7 +58,10 @@ class PacedDecode:
         self, timeline: PacedTimeline, cluster: ClusterModel, words: Words, secret: bytes
     ) -> None:
         self._timeline, self._words = timeline, words
-        self._cost = cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp)
+        self._cost = cluster.hybrid
+        self._budget = 0
+        self._pieces: dict[int, int] = {}
+        """Tokens of prompts that the iteration under way computes, by rid."""
         self._gap_ns = cluster.iteration_gap_ns
         self._slots = Slots(cluster.decode.kv_slots)
         self._rows: dict[int, _Row] = {}
@@ -57,7 +74,7 @@ class PacedDecode:
         self.emitted: list[tuple[int, int, int]] | None = None
         """(rid, index, time in ns) of every token, if asked for."""
         handlers = {"reserve": self._reserve, "join": self._join, "cancel": self._cancel}
-        self.ranks = PacedRanks("decode", cluster, handlers, secret)
+        self.ranks = PacedRanks(cluster.roles[-1], cluster, handlers, secret)
 
     @property
     def held(self) -> int:
@@ -86,12 +103,19 @@ class PacedDecode:
         )
 
     def _join(self, payload: Any, _: Peer) -> None:
-        row = self._rows.get(unpack(JoinBatch, payload).rid)
+        message = unpack(JoinBatch, payload)
+        row = self._rows.get(message.rid)
         self._timeline.catch_up()
-        if row is not None:
-            assert not row.missing, "a request joins before its KV has landed"
-            self._joining.append(row)
-            self._wake()
+        if row is None:
+            return
+        if message.first_token is None:
+            self._budget = message.budget
+            row.missing.clear()
+            row.index -= 1
+            row.prompt = row.request.prompt_length
+        assert not row.missing, "a request joins before its KV has landed"
+        self._joining.append(row)
+        self._wake()
 
     def _cancel(self, payload: Any, _: Peer) -> None:
         self._timeline.catch_up()
@@ -127,13 +151,35 @@ class PacedDecode:
         if not self._batch:
             self._iterating = False
             return
-        context = sum(row.context for row in self._batch.values())
-        took_ns = self._cost.predict_ns(len(self._batch), context) + self._gap_ns
-        self._timeline.at(self._timeline.now_ns + took_ns, self._end)
+        decoding = [it for it in self._batch.values() if not it.prefills]
+        context = sum(row.context for row in decoding)
+        took_ns = self._cost.predict_ns(self._fill(len(decoding)), len(decoding), context)
+        self._timeline.at(self._timeline.now_ns + took_ns + self._gap_ns, self._end)
+
+    def _fill(self, decoding: int) -> list[list[tuple[int, int]]]:
+        """The next iteration's pieces of prompts, by master: (length, tokens before it)."""
+        riders = [it for it in self._batch.values() if it.prefills]
+        if not riders:
+            self._pieces = {}
+            return []
+        states = [RowState(next=it.computed, prompt=it.prompt, stop=it.prompt) for it in riders]
+        lengths = fill([DECODES] * decoding + states, self._budget)[decoding:]
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for row, length in zip(riders, lengths, strict=True):
+            self._pieces[row.request.rid] = length
+            if length:
+                pieces.setdefault(row.request.master, []).append((length, row.computed))
+        return list(pieces.values())
 
     def _end(self) -> None:
         drawn: dict[int, list[TokenDrawn]] = {}
         for rid, row in self._batch.items():
+            if row.prefills:
+                row.computed += self._pieces[rid]
+                if row.prefills:
+                    continue
+            else:
+                row.context += 1
             ends = row.index + 1 == row.request.sampling.max_tokens
             drawn.setdefault(row.request.master, []).append(
                 TokenDrawn(
@@ -144,7 +190,6 @@ class PacedDecode:
                 )
             )
             row.index += 1
-            row.context += 1
             if ends:
                 self._leaving.append(rid)
         for master, tokens in drawn.items():

@@ -68,7 +68,7 @@ class PacedRanks:
         handlers: Mapping[str, Handler],
         secret: bytes,
     ) -> None:
-        model = cluster.prefill if role == "prefill" else cluster.decode
+        model = cluster.gang(role)
         assert model.tp == 1, "paced instances have one rank each"
         deaf: dict[str, Handler] = dict.fromkeys(handlers, lambda _payload, _peer: None)
         self._gang_id = f"paced-{role}"

@@ -54,13 +54,18 @@ async def serve(
     listing: dict[str, Any], cluster_name: str, policy: str, options: Sequence[str]
 ) -> None:
     """Serve until nobody wants it any more."""
-    view = ClusterView(prefill=members(listing["prefill"]), decode=members(listing["decode"]))
+    model = load_cluster(cluster_name)
+    view = ClusterView(**{role: members(listing[role]) for role in model.roles})
     cluster = Cluster(
-        StaticDirectory(view), secret=SECRET, router_id="paced", generations=MemoryGenerations()
+        StaticDirectory(view),
+        secret=SECRET,
+        router_id="paced",
+        generations=MemoryGenerations(),
+        roles=model.roles,
     )
     settings = Settings(model="needle", served_model_name="paced")
     metrics = Metrics(settings.model_name)
-    costs = CostBook(CostTable(latencies=load_cluster(cluster_name).table), exact)
+    costs = CostBook(CostTable(latencies=model.table), exact)
     service = RequestService(
         cluster=cluster,
         scheduler=scheduler_with(costs.costs, policy, options_of(options)),

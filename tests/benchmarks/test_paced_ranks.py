@@ -42,6 +42,15 @@ CLUSTER = parse_cluster(
 )
 
 
+ELASTIC = parse_cluster(
+    {
+        "servers": [{"instances": 2, "permissions": ["prefill", "decode"], "kv_slots": 1000}],
+        "latency": {"steps": {1: [1e-3, 1e-5, 0, 0]}, "decode": {2: [1e-3, 0, 0]}},
+    },
+    name="paced",
+)
+
+
 class Cell:
     """Both gangs, and all that they tell."""
 
@@ -152,6 +161,50 @@ async def test_a_cancelled_request_gives_its_slots_back(cell: Cell) -> None:
     assert cell.decode.held == 0
 
 
+async def test_a_rider_computes_its_prompt_in_pieces() -> None:
+    """On an elastic gang, beside a row that decodes; told without its prompt at the first rank,
+    because another one is its master."""
+    decode = PacedDecode(PacedTimeline(), ELASTIC, Words(range(100, 200)), SECRET)
+    frames: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+    gang = GangClient(
+        "elastic",
+        await decode.ranks.start(),
+        lambda _gang, _rank, method, payload: frames.put_nowait((method, payload)),
+    )
+    try:
+        await gang.connect(secret=SECRET, router_id="test")
+        await gang.attach(1)
+        for rid, prompt, tokens in ((1, 4, 8), (2, 21, 2)):
+            reserve = Reserve(
+                rid=rid,
+                epoch="e",
+                shares=(KvShare(instance=1, span=Span(start=0, stop=prompt)),),
+                master=1,
+                prompt_length=prompt,
+                sampling=Sampling(max_tokens=tokens),
+            )
+            await gang.call_all("reserve", pack(reserve))
+        drawn: list[tuple[tuple[int, int], ...]] = []
+        for rid in (1, 2):
+            gang.notify(0, "join", pack(JoinBatch(rid=rid, first_token=None, budget=6)))
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(map(len, drawn)) < 10:
+                method, payload = await frames.get()
+                if method == "tokens":
+                    frame = unpack(Tokens, payload)
+                    drawn.append(tuple(zip(frame.rids, frame.indices, strict=True)))
+    finally:
+        await gang.close()
+        await decode.ranks.close()
+    # Iterations compute 4 tokens of the first and 2 of the second prompt, or 4 + 0 if the second
+    # came later; then 5 of the second beside each token of the first.
+    first, second = ([it for row in drawn for it in row if it[0] == rid] for rid in (1, 2))
+    assert first == [(1, index) for index in range(8)]
+    assert second == [(2, 0), (2, 1)]
+    beside = next(number for number, row in enumerate(drawn) if (2, 0) in row)
+    assert beside in (4, 5)
+
+
 async def test_actions_run_at_the_times_they_were_planned_for() -> None:
     """However late the loop is, no lateness is handed on to what follows."""
     clock = PacedTimeline()
@@ -172,10 +225,11 @@ async def test_actions_run_at_the_times_they_were_planned_for() -> None:
     assert times == [300_000 * (number + 1) for number in range(50)]
 
 
-async def test_the_router_serves_from_paced_ranks() -> None:
+@pytest.mark.parametrize(("name", "policy"), [("16", "csps"), ("elastic-4", "chunked_prefill")])
+async def test_the_router_serves_from_paced_ranks(name: str, policy: str) -> None:
     """As a benchmark uses it: three processes, and nothing left over."""
-    cluster = str(compare.CLUSTERS / "16.yaml")
-    with processes.served(cluster, "csps", *compare.POLICY_OPTIONS["csps"]) as server:
+    cluster = str(compare.CLUSTERS / f"{name}.yaml")
+    with processes.served(cluster, policy, *compare.POLICY_OPTIONS[policy]) as server:
         connection = Connection(server.port)
         await connection.open()
         streamed = await connection.ask(
