@@ -57,6 +57,14 @@ class KvBlock(NamedTuple):
     v_thd: Tensor
 
 
+class PinnedSpan(NamedTuple):
+    """A span of one request whose slots nobody else gets until it is unpinned."""
+
+    span: Span
+    slots: npt.NDArray[np.int64]
+    """By position."""
+
+
 class MovableKv(NamedTuple):
     """Kept tokens of one request for neighbouring KV heads, copied out of a pool."""
 
@@ -103,6 +111,10 @@ class KvPool:
         # gaps in their positions, but none in their slots, and stay one interval.
         self._written = [SlotSet() for _ in range(layers)]
         self._holdings: dict[int, _Holding] = {}
+        self._pins = np.zeros(slots, dtype=np.int32)
+        """By slot: how many have pinned it."""
+        self._leaving = SlotSet()
+        """Freed, but still pinned."""
 
     @property
     def free(self) -> int:
@@ -111,7 +123,7 @@ class KvPool:
 
     @property
     def used(self) -> int:
-        """Slots that are allocated, written or not."""
+        """Slots that are allocated or pinned, written or not."""
         return self.capacity - self._free.size
 
     # --- ownership -------------------------------------------------------------------------
@@ -163,6 +175,35 @@ class KvPool:
         for layer, it in staying:
             self.write_kept(layer, rid, it.span, it.kept, heads=it.heads)
         return sum(map(len, released))
+
+    def pin(self, rid: int, span: Span) -> PinnedSpan:
+        """Lets somebody read the span later, whatever becomes of the request until then.
+
+        Slots that are freed meanwhile are nobody's until `unpin`.
+        """
+        with self._lock:
+            runs = self._locate(rid, span)
+            slots = np.empty(span.length, dtype=np.int64)
+            found = 0
+            for run in runs:
+                slots[self._host_positions[run.start : run.stop] - span.start] = np.arange(
+                    run.start, run.stop
+                )
+                found += len(run)
+            assert found == span.length, f"{span} is not allocated to request {rid}"
+            self._pins[slots] += 1
+            return PinnedSpan(span, slots)
+
+    def unpin(self, pinned: PinnedSpan) -> None:
+        """Nothing more will be read of the span."""
+        with self._lock:
+            slots = np.sort(pinned.slots)
+            self._pins[slots] -= 1
+            assert (self._pins[slots] >= 0).all(), f"{pinned.span} was unpinned twice"
+            for run in _runs_of(slots[self._pins[slots] == 0]):
+                for part in self._leaving.within(run):
+                    self._leaving.remove(part)
+                    self._free.add(part)
 
     # --- tensors ---------------------------------------------------------------------------
 
@@ -239,6 +280,21 @@ class KvPool:
         assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
         return self._runs(layer, rid, span)
 
+    def read_pinned(
+        self, layer: int, pinned: PinnedSpan, span: Span, *, heads: slice = ALL_HEADS
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values of a part of a pinned span, by position.
+
+        Views where they lie in neighbouring slots, which mostly they do, and copies otherwise.
+        """
+        first = span.start - pinned.span.start
+        slots = pinned.slots[first : first + span.length]
+        k_shd, v_shd = (it[:, heads] for it in self.layer(layer))
+        if len(runs := _runs_of(slots)) == 1:
+            return k_shd[runs[0].start : runs[0].stop], v_shd[runs[0].start : runs[0].stop]
+        slots_t = torch.from_numpy(slots).to(self.k.device)
+        return k_shd[slots_t], v_shd[slots_t]
+
     def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
         """Stores a layer's keys and values of single tokens: one copy for a whole batch.
 
@@ -287,6 +343,9 @@ class KvPool:
                 held = self._held_positions(rid)
                 assert len(held) > 0, f"request {rid} is kept without a slot"
                 assert len(np.unique(held)) == len(held), f"request {rid} holds a position twice"
+            for run in self._leaving:
+                owners[run.start : run.stop] += 1
+                assert self._pins[run.start : run.stop].all(), f"slots {run} wait for nobody"
             lost, shared = np.flatnonzero(owners == 0), np.flatnonzero(owners > 1)
             assert not lost.size, f"slots {lost[:8].tolist()} are neither free nor owned"
             assert not shared.size, f"slots {shared[:8].tolist()} have two owners"
@@ -408,9 +467,17 @@ class KvPool:
 
     def _release(self, runs: Iterable[range]) -> None:
         for run in runs:
-            self._free.add(run)
             for written in self._written:
                 written.remove(run)
+            pinned = self._pins[run.start : run.stop] > 0
+            if not pinned.any():
+                self._free.add(run)
+                continue
+            slots = np.arange(run.start, run.stop)
+            for part in _runs_of(slots[~pinned]):
+                self._free.add(part)
+            for part in _runs_of(slots[pinned]):
+                self._leaving.add(part)
 
     def _check_sets(self) -> None:
         for name, slots in [("free", self._free), *enumerate(self._written)]:
@@ -469,6 +536,15 @@ class _Holding:
         if len(self.lookups) >= _LOOKUPS_KEPT:
             self.lookups.clear()
         self.lookups[span.start, span.stop] = runs
+
+
+def _runs_of(slots: npt.NDArray[np.int64]) -> list[range]:
+    """Slots as runs of neighbours, in their order."""
+    if not len(slots):
+        return []
+    cuts = np.flatnonzero(np.diff(slots) != 1) + 1
+    starts, stops = slots[[0, *cuts]], slots[[*(cuts - 1), -1]]
+    return [range(a, b + 1) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
 def _sides(whole: Span, cut: Span) -> list[Span]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -31,12 +31,11 @@ from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.job_queue import JobQueue
 from csps.actors.kv_moves import KvMover
-from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.destinations import send_layer
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.actors.meeting import Meeting
-from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
-from csps.actors.outbox import Outbox
+from csps.actors.mesh import PEER_DEADLINE, ControlTag, Pending, Tag
 from csps.actors.prefill_orders import MAX_URGENT, PrefillOrders
 from csps.actors.progress_report import ProgressReport
 from csps.actors.request_book import RequestBook
@@ -71,10 +70,11 @@ class _Run:
     ids_t: Tensor
     entered: AbstractContextManager[Strategy]
     mover: KvMover
-    connection: KvConnection | None
+    sender: KvSender | None
     clock: JobClock
-    lost: RuntimeError | None = None
-    """Why KV did not reach the decode gang."""
+    delivery: Delivery = field(init=False)
+    told: list[Pending] = field(default_factory=list)
+    """Orders to the other members."""
     cancelled: bool = False
 
     @property
@@ -92,11 +92,8 @@ class PrefillLoop:
         self._clocks: dict[int, JobClock] = {}
         self._book = RequestBook()
         self._slots_back = threading.Condition()
-        self._connection: KvConnection | None = None
+        self._sender: KvSender | None = None
         self._progress = ProgressReport(notify, rank=engine.rank)
-        self._outbox: Outbox[_Run] = Outbox(
-            self._sent, on_step=lambda run: self._progress.step(run.job.job_id)
-        )
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -130,6 +127,8 @@ class PrefillLoop:
     def cancel(self, rid: int) -> None:
         """Stop a request's work at the next layer, but for its rows in a job that others share:
         they stay, without attention. Harmless for an unknown request."""
+        if self._sender is not None:
+            self._sender.withdraw(rid)
         if self._book.cancel(rid):
             self._free(rid)
 
@@ -149,9 +148,9 @@ class PrefillLoop:
         """Jobs of this rank that are in line, under way or not sent whole."""
         return self._book.open_jobs
 
-    def use_connection(self, connection: KvConnection | None) -> None:
-        """Send KV over this connection from the next job on."""
-        self._connection = connection
+    def use_sender(self, sender: KvSender | None) -> None:
+        """Send KV through it from the next job on."""
+        self._sender = sender
 
     @property
     def waiting(self) -> int:
@@ -166,16 +165,9 @@ class PrefillLoop:
 
     def run(self) -> None:
         """Work until closed. An exception means that the gang is broken."""
-        try:
-            with torch.inference_mode():
-                while (job := self._queue.next()) is not None:
-                    self._run_job(job)
-        finally:
-            self._outbox.close()
-
-    def run_outbox(self) -> None:
-        """Body of the thread that waits until KV is sent; ends after `run`."""
-        self._outbox.run()
+        with torch.inference_mode():
+            while (job := self._queue.next()) is not None:
+                self._run_job(job)
 
     def _run_job(self, job: PrefillJob) -> None:
         clock = self._clocks.pop(job.job_id)
@@ -194,8 +186,9 @@ class PrefillLoop:
                 job_span.set_attribute(CANCELLED, True)
         run.mover.finish()
         run.mover.release_sources()
+        Pending.all(run.told).wait()
         clock.finished = time.monotonic()
-        self._outbox.finish(run)
+        run.delivery.finish()
 
     def _prepare(self, job: PrefillJob, clock: JobClock) -> _Run:
         engine = self._engine
@@ -210,7 +203,10 @@ class PrefillLoop:
         ids = torch.from_numpy(np.frombuffer(job.tokens, dtype="<i4").astype(np.int64))
         assert len(ids) == len(group.positions), "the job's tokens are not this rank's share"
         strategy = strategy_of(group, engine)
-        return _Run(group, ids.to(engine.device), strategy, mover, self._connection, clock)
+        run = _Run(group, ids.to(engine.device), strategy, mover, self._sender, clock)
+        on_step = partial(self._progress.step, job.job_id)
+        run.delivery = Delivery(engine.pool, partial(self._sent, run), on_step)
+        return run
 
     def _allocate(self, group: SpGroup, mover: KvMover) -> None:
         pool = self._engine.pool
@@ -266,37 +262,17 @@ class PrefillLoop:
         for part in run.group.local:
             k, v = k_thd[part.rows], v_thd[part.rows]
             self._engine.pool.write(index, part.piece.rid, part.span, k, v)
-            if part.piece.destinations and run.lost is None and run.group.wanted(part.piece):
+            if part.piece.destinations and run.group.wanted(part.piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
-                self._stream(run, index, part, k, v, kept)
+                self._stream(run, index, part, kept)
         run.mover.start(index)
 
-    def _stream(
-        self,
-        run: _Run,
-        index: int,
-        part: LocalPiece,
-        k_thd: Tensor,
-        v_thd: Tensor,
-        kept_ht: Tensor | None,
-    ) -> None:
+    def _stream(self, run: _Run, index: int, part: LocalPiece, kept_ht: Tensor | None) -> None:
         """A lost decode gang fails the requests of the job, not this gang."""
-        try:
-            if run.connection is None:
-                raise TransferError("no decode gang is connected")
-            for sending in send_layer(
-                run.connection,
-                self._engine.spec,
-                rank=self._engine.rank,
-                layer=index,
-                part=part,
-                k_thd=k_thd,
-                v_thd=v_thd,
-                kept_ht=kept_ht,
-            ):
-                self._outbox.post(run, sending)
-        except RuntimeError as exc:
-            run.lost = exc
+        if run.sender is None:
+            run.delivery.fail(TransferError("no decode gang is connected"))
+        elif not run.delivery.failed:
+            run.sender.post(run.delivery, index, part, kept_ht)
 
     # --- the last layer --------------------------------------------------------------------
 
@@ -415,7 +391,7 @@ class PrefillLoop:
         orders = self._decide(run)
         words = orders.pack(run.job)
         for rank in ranks[1:]:
-            self._outbox.post(run, self._engine.mesh.tell(words, rank, ControlTag.PREFILL_ORDERS))
+            run.told.append(self._engine.mesh.tell(words, rank, ControlTag.PREFILL_ORDERS))
         return orders
 
     def _decide(self, run: _Run) -> PrefillOrders:
@@ -432,21 +408,25 @@ class PrefillLoop:
 
     # --- after computing -------------------------------------------------------------------
 
-    def _sent(self, run: _Run, failure: RuntimeError | None) -> None:
-        """Outbox thread: all that a job had to send has left, or never will."""
-        if lost := run.lost or failure:
-            self._report_lost(run, lost)
+    def _sent(self, run: _Run, failure: Exception | None) -> None:
+        """Any thread: all that a job had to send has landed, or never will."""
+        if failure is not None:
+            self._report_lost(run, failure)
         for rid in self._book.settle(run.job, cancelled=run.cancelled):
-            self._free(rid)
+            self._engine.pool.free_request(rid)
+        self._tell_slots_back()
         self._report_done(run, time.monotonic() - run.clock.finished)
 
     def _free(self, rid: int) -> None:
         self._engine.pool.free_request(rid)
+        self._tell_slots_back()
+
+    def _tell_slots_back(self) -> None:
         with self._slots_back:
             self._slots_back.notify_all()
         self._queue.look_again()
 
-    def _report_lost(self, run: _Run, exc: RuntimeError) -> None:
+    def _report_lost(self, run: _Run, exc: Exception) -> None:
         _log.warning("KV of job %d was not sent: %s", run.job.job_id, exc)
         for piece in run.job.pieces:
             message = "the decode gang was lost while KV was being sent"

@@ -1,7 +1,7 @@
 """One rank of a gang: an RPC server around a prefill loop, a decode loop, or both.
 
 Three kinds of threads: the RPC thread runs an event loop and only files work; an engine thread
-per loop computes; receivers and completers of KV wait for the network. A Serve replica hosts a
+per loop computes; senders and receivers of KV wait for the network. A Serve replica hosts a
 rank in production, a test or a script starts one with `python -m csps.actors.rank`.
 """
 
@@ -24,8 +24,8 @@ from csps.actors.engine.engine import Engine
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import GangLayout
-from csps.actors.link_heartbeat import LinkHeartbeat
 from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
 from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.prefill import PrefillLoop
@@ -94,6 +94,10 @@ class RankConfig:
     """Rack-Server-GPU id."""
     max_positions: int | None = None
     """Limit of prompt and answer; None takes the checkpoint's."""
+    kv_in_flight_bytes: int = 64 * 2**20
+    """Host memory for KV on its way to or from another gang."""
+    kv_checksum: float = 0.0
+    """Share of messages of KV whose bytes are compared where they land, 0 to 1."""
 
 
 class Rank:
@@ -109,10 +113,9 @@ class Rank:
         self._fence = Fence()
         self._router: Peer | None = None
         self._router_id = ""
-        self._connection: KvConnection | None = None
         self._epoch = ""
         self._receiver: KvReceiver | None = None
-        self._heartbeat: LinkHeartbeat | None = None
+        self._sender: KvSender | None = None
         self._prefill: PrefillLoop | None = None
         self._decode: DecodeLoop | None = None
         self._groups: list[Mesh | InstanceGroup] = []
@@ -153,7 +156,6 @@ class Rank:
         if config.role != "decode":
             self._prefill = PrefillLoop(self.engine, self._notify)
             self._spawn("prefill", self._prefill.run)
-            self._spawn("kv-sent", self._prefill.run_outbox)
         if config.role != "prefill":
             self._decode = DecodeLoop(self.engine, self._notify)
             self._spawn("decode", self._decode.run)
@@ -425,16 +427,24 @@ class Rank:
             message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
             self._notify("link_broken", message)
 
-        self._connection = connection
-        if self._prefill is not None:
-            self._prefill.use_connection(connection)
-        if self.config.role == "prefill":
-            self._heartbeat = LinkHeartbeat(connection, lost)
+        if self._prefill is not None and self.config.role == "prefill":
+            self._sender = KvSender(
+                connection,
+                self.engine.pool,
+                self.engine.spec,
+                rank=self.config.rank,
+                in_flight_bytes=self.config.kv_in_flight_bytes,
+                checked=self.config.kv_checksum,
+                on_lost=lost,
+                on_broken=self._break,
+            )
+            self._prefill.use_sender(self._sender)
         if self._decode is not None:
             self._receiver = KvReceiver(
                 connection,
                 self.engine.pool,
                 rank=self.config.rank,
+                in_flight_bytes=self.config.kv_in_flight_bytes,
                 find=self._decode.find,
                 on_landed=lambda landed: self._notify("landed", landed),
                 on_failed=lambda failed: self._notify("failed", failed),
@@ -443,27 +453,22 @@ class Rank:
             )
 
     def _join_connection(self, message: ConnectKv) -> KvConnection:
-        store = join_store(StoreAddress(message.store_host, message.store_port))
         return KvConnection(
-            store,
+            join_store(StoreAddress(message.store_host, message.store_port)),
             message,
             rank=self.config.rank,
             is_decode=self.config.role != "prefill",
-            device=self.config.device,
             host=self.config.host,
         )
 
     def _leave_connection(self) -> None:
-        connection, receiver = self._connection, self._receiver
-        self._connection = self._receiver = None
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        sender, receiver = self._sender, self._receiver
+        self._sender = self._receiver = None
         if self._prefill is not None:
-            self._prefill.use_connection(None)
-        if receiver is not None:
-            receiver.close()
-        elif connection is not None:
-            connection.close()
+            self._prefill.use_sender(None)
+        for end in (sender, receiver):
+            if end is not None:
+                end.close()
 
     # --- to the router ---------------------------------------------------------------------
 

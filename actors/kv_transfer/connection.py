@@ -1,9 +1,14 @@
-"""The connection that KV crosses from a prefill to a decode gang: a process group of both.
+"""The connection that KV crosses from a prefill to a decode gang: a gloo group of both.
 
-Prefill rank p is rank p of the group, decode rank d is rank P + d. Each message of KV is a
-header, then keys, then values. Where only kept tokens are sent, a mask before the keys says which:
-a byte for each token and head, which saves the vectors of those dropped. Row numbers would be
-longer as soon as a quarter is kept.
+Prefill rank p is peer p of the group, decode rank d is peer P + d. Each message of KV is a header,
+then keys, then values. Where only kept tokens are sent, a mask before the keys says which: a byte
+for each token and head, which saves the vectors of those dropped. Row numbers would be longer as
+soon as a quarter is kept.
+
+The receiver grants each sender a window of bytes, and says of each message that it has landed; the
+sender has no more than a window under way. A sender that has nothing under way beats, because
+nothing else would show that the connection still carries something: between two long prompts no KV
+is sent, and a connection that a router or a firewall has forgotten fails only who uses it next.
 
 Whatever was announced by a header is received, also for a request that was cancelled meanwhile, so
 that neither side is left with half a message; whatever a header says is checked against the
@@ -12,110 +17,157 @@ receiver's reservation before it enters the pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from csps.actors.kept_kv import KeptKv
+from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.kv_transfer.staging import Staging
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh, Pending, Tag
+from csps.actors.mesh import IDLE, Pending, _close_gloo, _gloo, _with_peer
 from csps.actors.name_digest import name_digest
 from csps.protocols.messages import ConnectKv
 
 _BEAT = 0x62656174  # "beat"
+BEAT_S = 1.0
+"""Between two beats; `SILENCE` is the longest that a receiver goes without one."""
 SILENCE = timedelta(seconds=10)
-"""Without an announcement or a beat, after which a connection counts as broken. Announcements stand
-still while a body is received, which has a deadline of its own."""
+"""Without an announcement or a beat, after which a connection counts as broken; also for a sender
+to take a grant."""
+MESSAGE_DEADLINE = timedelta(minutes=5)
+"""For a message to arrive that was announced, or to land; no longer than half a window, it takes so
+long over a megabit a second."""
+
+
+class KvTag(IntEnum):
+    """Streams between two peers, each first in, first out."""
+
+    HEADER = 1
+    KEPT = 2
+    KEYS = 3
+    VALUES = 4
+    GRANT = 5
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a receiver lets one sender do."""
+
+    window: int
+    """Bytes that may be under way."""
+    landed: int
+    """Bytes that are not under way any more, since the connection exists."""
 
 
 class KvConnection:
-    """One rank's end of the group between two gangs."""
+    """One rank's end. One thread a peer may send and one may receive; they share nothing."""
 
     def __init__(
-        self,
-        store: Store,
-        connection: ConnectKv,
-        *,
-        rank: int,
-        is_decode: bool,
-        device: str,
-        host: str,
+        self, store: Store, message: ConnectKv, *, rank: int, is_decode: bool, host: str
     ) -> None:
-        self.epoch = name_digest(connection.epoch)
-        self.device = device
-        self.prefill = GangLayout(world_size=connection.prefill_ranks, tp=connection.prefill_tp)
-        self.decode = GangLayout(world_size=connection.decode_ranks, tp=connection.decode_tp)
-        self._mesh = Mesh(
-            store,
-            name=f"kv/{connection.epoch}",
-            rank=self.prefill.world_size + rank if is_decode else rank,
-            world_size=self.prefill.world_size + self.decode.world_size,
-            device=device,
-            host=host,
-        )
+        self.epoch = name_digest(message.epoch)
+        self.prefill = GangLayout(world_size=message.prefill_ranks, tp=message.prefill_tp)
+        self.decode = GangLayout(world_size=message.decode_ranks, tp=message.decode_tp)
+        self.rank = self.prefill.world_size + rank if is_decode else rank
+        """Of this end among the peers."""
+        self._size = self.prefill.world_size + self.decode.world_size
+        self._closed = threading.Event()
+        scoped = PrefixStore(f"kv/{message.epoch}", store)
+        self._group = _gloo(scoped, self.rank, self._size, host)
+        self._counting = threading.Lock()
+        self.bytes_sent = 0
+        """Of messages with KV, to all peers, since the connection exists."""
 
-    def send(self, decode_rank: int, header: KvHeader, k_thd: Tensor, v_thd: Tensor) -> Pending:
-        """Start sending; tensors are kept until the returned operation is waited for."""
-        body = ((Tag.KV_KEYS, k_thd.contiguous()), (Tag.KV_VALUES, v_thd.contiguous()))
-        return self._send(decode_rank, header, body)
+    @property
+    def prefill_peers(self) -> range:
+        """Prefill ranks, as peers."""
+        return range(self.prefill.world_size)
 
-    def send_kept(self, decode_rank: int, header: KvHeader, kv: KeptKv) -> Pending:
-        """The same of kept tokens, as many as the header says."""
-        assert header.kept == len(kv.k_nd) == len(kv.v_nd)
-        mask = (Tag.KV_KEPT, kv.kept_ht.contiguous())
-        body = (mask, (Tag.KV_KEYS, kv.k_nd), (Tag.KV_VALUES, kv.v_nd))
-        return self._send(decode_rank, header, body)
+    @property
+    def decode_peers(self) -> range:
+        """Decode ranks, as peers."""
+        return range(self.prefill.world_size, self._size)
 
-    def _send(
-        self, decode_rank: int, header: KvHeader, body: Sequence[tuple[Tag, Tensor]]
-    ) -> Pending:
-        # The body exists by now: what runs out of memory must not leave a header without it.
-        peer = self.prefill.world_size + decode_rank
-        message = [(Tag.KV_HEADER, header.pack()), *body]
-        return Pending.all([self._mesh.send(it, peer, tag) for tag, it in message if it.numel()])
+    # --- the sender's end ------------------------------------------------------------------
 
-    def beat(self, decode_rank: int) -> Pending:
-        """Start telling a decode rank that nothing else is on its way."""
+    def send(self, peer: int, header: KvHeader, body: KvBody) -> Pending:
+        """Start sending; the body must not change before the returned operation is waited for."""
+        whole = ((KvTag.KEPT, body.kept_ht), (KvTag.KEYS, body.k), (KvTag.VALUES, body.v))
+        parts = [(tag, part) for tag, part in whole if part is not None and part.numel()]
+        message = [(KvTag.HEADER, header.pack()), *parts]
+        with self._counting:
+            self.bytes_sent += sum(part.nbytes for _, part in message)
+        return Pending.all([self._send(part, peer, tag) for tag, part in message])
+
+    def beat(self, peer: int) -> None:
+        """Tell a receiver that nothing else is on its way; waits until it listens."""
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
         words[0] = _BEAT
-        return self._mesh.send(words, self.prefill.world_size + decode_rank, Tag.KV_HEADER)
+        self._send(words, peer, KvTag.HEADER).wait(IDLE)
 
-    def next_header(self, prefill_rank: int) -> KvHeader:
-        """Wait for the next announcement of one prefill rank; PeerLost if it falls silent."""
+    def next_grant(self, peer: int, deadline: timedelta = MESSAGE_DEADLINE) -> Grant:
+        """Wait for a receiver's next word."""
+        words = torch.zeros(2, dtype=torch.int64)
+        self._recv(words, peer, KvTag.GRANT).wait(deadline)
+        window, landed = words.tolist()
+        return Grant(window, landed)
+
+    # --- the receiver's end ----------------------------------------------------------------
+
+    def grant(self, peer: int, grant: Grant) -> None:
+        """Tell a sender; PeerLost if it does not listen."""
+        words = torch.tensor((grant.window, grant.landed), dtype=torch.int64)
+        self._send(words, peer, KvTag.GRANT).wait(SILENCE)
+
+    def next_header(self, peer: int) -> KvHeader:
+        """Wait for the next announcement of a sender; PeerLost if it falls silent."""
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
         while True:
-            self._mesh.recv(words, prefill_rank, Tag.KV_HEADER).wait(SILENCE)
+            self._recv(words, peer, KvTag.HEADER).wait(SILENCE)
             if words[0] != _BEAT:
                 return KvHeader.unpack(words)
 
-    def receive(self, prefill_rank: int, header: KvHeader, head_dim: int) -> tuple[Tensor, Tensor]:
-        """The announced keys and values, each (t, heads, d)."""
-        shape = (header.span.length, len(header.heads), head_dim)
-        return self._receive(prefill_rank, header.dtype, shape)
+    def receive(self, peer: int, header: KvHeader, head_dim: int, staging: Staging) -> KvBody:
+        """What a header has announced; whether a mask marks as many as it says is for the caller
+        to check."""
+        heads, tokens = len(header.heads), header.span.length
+        if header.kept is None:
+            shape: tuple[int, ...] = (tokens, heads, head_dim)
+            kept_ht = None
+        else:
+            shape = (header.kept, head_dim)
+            kept_ht = staging.buffer((heads, tokens), torch.bool)
+        k, v = (staging.buffer(shape, header.dtype) for _ in range(2))
+        parts = ((KvTag.KEPT, kept_ht), (KvTag.KEYS, k), (KvTag.VALUES, v))
+        arriving = [
+            self._recv(part, peer, tag) for tag, part in parts if part is not None and part.numel()
+        ]
+        Pending.all(arriving).wait(MESSAGE_DEADLINE)
+        return KvBody(k, v, kept_ht)
 
-    def receive_kept(self, prefill_rank: int, header: KvHeader, head_dim: int) -> KeptKv:
-        """Those of kept tokens; whether the mask has as many is for the caller to check."""
-        assert header.kept is not None
-        shape = (len(header.heads), header.span.length)
-        kept_ht = torch.empty(shape, dtype=torch.bool, device=self.device)
-        self._mesh.recv(kept_ht, prefill_rank, Tag.KV_KEPT).wait()
-        return KeptKv(kept_ht, *self._receive(prefill_rank, header.dtype, (header.kept, head_dim)))
+    # --- both ------------------------------------------------------------------------------
 
-    def _receive(
-        self, prefill_rank: int, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
-        k = torch.empty(shape, dtype=dtype, device=self.device)
-        v = torch.empty_like(k)
-        if k.numel():
-            keys = self._mesh.recv(k, prefill_rank, Tag.KV_KEYS)
-            values = self._mesh.recv(v, prefill_rank, Tag.KV_VALUES)
-            Pending.all((keys, values)).wait()
-        return k, v
+    @property
+    def closed(self) -> bool:
+        """By this side."""
+        return self._closed.is_set()
 
     def close(self) -> None:
-        """Leave the group; waiting receivers fail."""
-        self._mesh.close()
+        """Leave the group: whoever waits fails, here and at the peers. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+            _close_gloo(self._group, self.rank, self._size)
+
+    @_with_peer()
+    def _send(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
+        return Pending([self._group.send([tensor], peer, tag)], [tensor], self._closed)
+
+    @_with_peer()
+    def _recv(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
+        return Pending([self._group.recv([tensor], peer, tag)], [tensor], self._closed)

@@ -11,7 +11,7 @@ from csps.protocols.errors import TransferError
 from csps.protocols.messages import Span
 
 _MAGIC = 0x63737073  # "csps"
-_ALL_KEPT = -1
+_NONE = -1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -29,22 +29,36 @@ class KvHeader:
     dtype: torch.dtype
     kept: int | None = None
     """How many (token, head) pairs follow, behind a mask; None if all do, and no mask."""
+    checksum: int | None = None
+    """Of what follows; None if nobody is to compare it."""
 
-    WORDS = 10
+    WORDS = 11
+
+    @property
+    def entries(self) -> int:
+        """(token, head) pairs that the span has, whether all of them follow or not."""
+        return self.span.length * len(self.heads)
+
+    def charge(self, head_dim: int) -> int:
+        """Bytes that the message counts for against what the receiver has granted: as many as if
+        everything was kept, so that both sides know it before anything is read."""
+        return self.entries * entry_bytes(self.dtype, head_dim)
 
     def pack(self) -> Tensor:
         """As int64 words, the form it travels in."""
         numbers = (self.rid, self.layer, self.span.start, self.span.stop)
         heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
-        kept = _ALL_KEPT if self.kept is None else self.kept
-        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, kept))
+        options = (_NONE if it is None else it for it in (self.kept, self.checksum))
+        return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, *options))
 
     @classmethod
     def unpack(cls, words: Tensor) -> KvHeader:
         """Read a header; TransferError if it is none, because the stream is out of step then."""
-        magic, epoch, rid, layer, start, stop, head, head_stop, dtype, kept = words.tolist()
+        magic, epoch, rid, layer, start, stop, head, head_stop, dtype, *options = words.tolist()
+        kept, checksum = options
         ranges = 0 <= start <= stop and 0 <= head <= head_stop
-        ranges = ranges and _ALL_KEPT <= kept <= (stop - start) * (head_stop - head)
+        ranges = ranges and _NONE <= kept <= (stop - start) * (head_stop - head)
+        ranges = ranges and _NONE <= checksum < 2**32
         if magic != _MAGIC or not ranges or not 0 <= dtype < len(_DTYPES):
             raise TransferError(f"expected a KV header, got {words.tolist()}")
         return cls(
@@ -54,5 +68,11 @@ class KvHeader:
             span=Span(start=start, stop=stop),
             heads=range(head, head_stop),
             dtype=_DTYPES[dtype],
-            kept=None if kept == _ALL_KEPT else kept,
+            kept=None if kept == _NONE else kept,
+            checksum=None if checksum == _NONE else checksum,
         )
+
+
+def entry_bytes(dtype: torch.dtype, head_dim: int) -> int:
+    """Bytes that a (token, head) pair is charged for: key, value, and a byte of mask."""
+    return 2 * head_dim * dtype.itemsize + 1

@@ -1,4 +1,9 @@
-"""KV arriving at a decode rank: one receiver per prefill rank."""
+"""KV arriving at a decode rank: one receiver per prefill rank.
+
+Each has a thread, because gloo can be waited for but not asked, and a wait that ends without a
+message closes all connections of its group: one thread for all senders could only serve one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
 from csps.actors.announce import request_failed
-from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.body import KvBody
+from csps.actors.kv_transfer.connection import Grant, KvConnection
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.reservation import Reservation
+from csps.actors.kv_transfer.staging import Staging
 from csps.actors.mesh import PeerLost
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, RequestFailed
-
-_Kv = tuple[Tensor, Tensor] | KeptKv
-"""What one header announced: keys and values, each (t, heads, d), or kept ones."""
 
 
 class KvReceiver:
@@ -31,6 +32,7 @@ class KvReceiver:
         pool: KvPool,
         *,
         rank: int,
+        in_flight_bytes: int,
         find: Callable[[int], Reservation | None],
         on_landed: Callable[[KvLanded], None],
         on_failed: Callable[[RequestFailed], None],
@@ -40,6 +42,7 @@ class KvReceiver:
         """Start receiving.
 
         Args:
+            in_flight_bytes: of KV that may be on its way to this rank, at most.
             find: the reservation of a request; None if there is none any more.
             on_landed: a request's share is complete.
             on_failed: what came for a request is not what was promised.
@@ -47,50 +50,52 @@ class KvReceiver:
             on_broken: this rank cannot receive any more, through its own fault or the peer's.
         """
         self._connection, self._pool, self._rank = connection, pool, rank
+        self._window = in_flight_bytes // len(connection.prefill_peers)
         self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
         self._on_lost, self._on_broken = on_lost, on_broken
-        self._closed = False
         self._threads = [
             threading.Thread(
                 target=self._receive, args=(peer,), name=f"kv-from-{peer}", daemon=True
             )
-            for peer in range(connection.prefill.world_size)
+            for peer in connection.prefill_peers
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
         """Stop receiving; what was under way is lost with the connection."""
-        self._closed = True
         self._connection.close()
 
-    def _receive(self, prefill_rank: int) -> None:
+    def _receive(self, peer: int) -> None:
         """One prefill rank's stream, in order; ends with the connection."""
         try:
-            while True:
-                header = self._connection.next_header(prefill_rank)
-                self._land(header, self._body(prefill_rank, header))
+            self._serve(peer, Staging(self._pool.k.device))
         except PeerLost as exc:
-            if not self._closed:
-                self._on_lost(f"prefill rank {prefill_rank}: {exc}")
+            if not self._connection.closed:
+                self._on_lost(f"prefill rank {peer}: {exc}")
         except Exception as exc:
             # Not the peer's end: without this rank's receiver, nothing of the peer would ever land
             # again, while all else went on and every health check passed.
-            if not self._closed:
+            if not self._connection.closed:
                 self._on_broken(exc)
 
-    def _body(self, prefill_rank: int, header: KvHeader) -> _Kv:
-        connection, head_dim = self._connection, self._pool.head_dim
-        if header.kept is None:
-            return connection.receive(prefill_rank, header, head_dim)
-        return connection.receive_kept(prefill_rank, header, head_dim)
+    def _serve(self, peer: int, staging: Staging) -> None:
+        head_dim, landed = self._pool.head_dim, 0
+        while True:
+            self._connection.grant(peer, Grant(self._window, landed))
+            header = self._connection.next_header(peer)
+            if (charge := header.charge(head_dim)) > self._window:
+                raise TransferError(f"{header} is larger than what was granted, {self._window}")
+            body = self._connection.receive(peer, header, head_dim, staging)
+            self._land(header, body, staging)
+            landed += charge
 
-    def _land(self, header: KvHeader, kv: _Kv) -> None:
+    def _land(self, header: KvHeader, body: KvBody, staging: Staging) -> None:
         reservation = self._find(header.rid)
         if reservation is None:
             return  # cancelled while its KV was on the way
         try:
-            complete = self._store(reservation, header, kv)
+            complete = self._store(reservation, header, body, staging)
         except TransferError as exc:
             self._on_failed(request_failed(header.rid, self._rank, exc))
             return
@@ -102,31 +107,41 @@ class KvReceiver:
                 KvLanded(rid=header.rid, rank=self._rank, tokens=tokens, seconds=seconds)
             )
 
-    def _store(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> bool:
+    def _store(
+        self, reservation: Reservation, header: KvHeader, body: KvBody, staging: Staging
+    ) -> bool:
         """Write what the header announced; whether the share is complete now, true only once."""
+        # Not under the lock: it takes a while.
+        intact = header.checksum is None or header.checksum == body.checksum()
         with reservation.lock:
             if reservation.closed:
                 return False
             try:
-                self._check(reservation, header, kv)
+                if not intact:
+                    raise TransferError(f"{header} was changed on its way")
+                self._check(reservation, header, body)
             except TransferError:
                 reservation.closed = True  # what is right of it must not land either
                 raise
-            self._write(reservation, header, kv)
+            with staging.copying():
+                self._write(reservation, header, body, staging)
             return not reservation.missing
 
-    def _check(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> None:
+    def _check(self, reservation: Reservation, header: KvHeader, body: KvBody) -> None:
         if header.dtype != self._pool.k.dtype:
             raise TransferError(f"KV is {header.dtype}, this pool holds {self._pool.k.dtype}")
-        if isinstance(kv, KeptKv) and (marked := int(kv.kept_ht.sum())) != header.kept:
+        if body.kept_ht is not None and (marked := int(body.kept_ht.sum())) != header.kept:
             raise TransferError(f"{header} comes with a mask of {marked}")
         reservation.accept(header)
 
-    def _write(self, reservation: Reservation, header: KvHeader, kv: _Kv) -> None:
+    def _write(
+        self, reservation: Reservation, header: KvHeader, body: KvBody, staging: Staging
+    ) -> None:
         first = reservation.heads.start
         heads = slice(header.heads.start - first, header.heads.stop - first)
         place = header.layer, header.rid, header.span
-        if isinstance(kv, KeptKv):
-            self._pool.write_kept(*place, kv, heads=heads)
+        there = body.moved(staging.to_device)
+        if (kept := there.kept) is not None:
+            self._pool.write_kept(*place, kept, heads=heads)
         else:
-            self._pool.write(*place, *kv, heads=heads)
+            self._pool.write(*place, there.k, there.v, heads=heads)

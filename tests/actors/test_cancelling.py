@@ -159,7 +159,7 @@ async def test_one_of_a_batch_before_its_first_layer(
     """Nothing is computed or sent of it but what its neighbours' rows come with."""
     module = "ulysses" if strategy == "ulysses" else "sp_tp_attention"
     attended = spied(monkeypatch, f"csps.actors.strategies.{module}.attention")
-    sent = spied(monkeypatch, "csps.actors.prefill.send_layer")
+    sent = spied(monkeypatch, "csps.actors.kv_transfer.sender.destinations_of")
     async with cell_of(tiny_llama) as cell:
         ahead, victim, other = request(3, 5), request(VICTIM), request(BYSTANDER, 7)
         for it in (ahead, victim, other):
@@ -174,7 +174,7 @@ async def test_one_of_a_batch_before_its_first_layer(
         for it, answer in zip((ahead, other), await cell.answer(ahead, other), strict=True):
             assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), GREEDY.max_tokens)
         assert max(len(call.args[0]) for call in attended.call_args_list) == len(other.prompt)
-        assert {call.kwargs["part"].piece.rid for call in sent.call_args_list} == {3, BYSTANDER}
+        assert {call.args[3].piece.rid for call in sent.call_args_list} == {3, BYSTANDER}
         await cell.freed(3, BYSTANDER)
         await check_goes_on(cell, tiny_llama)
 

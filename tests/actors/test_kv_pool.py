@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 from torch import Tensor
 
-from csps.actors.kv_pool import KvPool, KvRun, OutOfSlots
+from csps.actors.kv_pool import KvPool, KvRun, OutOfSlots, PinnedSpan
 from csps.protocols.errors import from_wire, to_wire
 from csps.protocols.messages import Span
 
@@ -255,6 +256,24 @@ RIDS = st.integers(0, 4)
 SPANS = st.tuples(st.integers(0, 20), st.integers(0, 9)).map(lambda s: span(s[0], sum(s)))
 
 
+@dataclass
+class Pin:
+    """What the oracle knows of a pinned span."""
+
+    pinned: PinnedSpan
+    rid: int
+    held: set[int]
+    """Positions that the request has not freed since."""
+    value: dict[tuple[int, int], float]
+    """By layer and position, what was last written there."""
+
+    def leaving(self) -> set[int]:
+        """Slots that only the pin keeps."""
+        span = self.pinned.span
+        freed = [p for p in range(span.start, span.stop) if p not in self.held]
+        return {int(self.pinned.slots[p - span.start]) for p in freed}
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random calls, with a dictionary as the oracle of ownership and of contents."""
 
@@ -265,12 +284,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = make_pool(self.SLOTS, self.LAYERS)
         self.owned: dict[int, set[int]] = {}
         self.value: dict[tuple[int, int, int], float] = {}
+        self.pins: list[Pin] = []
         self.numbers = itertools.count(1)
 
     @rule(rid=RIDS, spans=st.lists(SPANS, max_size=4))
     def allocate(self, rid: int, spans: list[Span]) -> None:
         asked = [position for s in spans for position in range(s.start, s.stop)]
-        fits = len(asked) <= self.SLOTS - self.total()
+        fits = len(asked) <= self.SLOTS - self.total() - self.leaving()
         new = len(set(asked)) == len(asked) and not self.owned.get(rid, set()) & set(asked)
         if fits and new:
             self.pool.allocate(rid, spans)
@@ -289,6 +309,10 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.write(layer, rid, s, *rows_of(numbers))
         self.value |= {(layer, rid, p): x for p, x in zip(positions, numbers, strict=True)}
+        for pin in self.pins:
+            if pin.rid == rid:
+                new = zip(positions, numbers, strict=True)
+                pin.value |= {(layer, p): x for p, x in new if p in pin.held}
 
     @rule(rid=RIDS, s=SPANS)
     def free_span(self, rid: int, s: Span) -> None:
@@ -302,6 +326,36 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.free_request(rid) == len(gone)
         self.forget(rid, gone)
 
+    @rule(rid=RIDS, s=SPANS)
+    def pin(self, rid: int, s: Span) -> None:
+        positions = set(range(s.start, s.stop))
+        if not self.owned.get(rid, set()).issuperset(positions):
+            with pytest.raises(AssertionError, match="is not allocated"):
+                self.pool.pin(rid, s)
+            return
+        value = {
+            (at, p): x for (at, it, p), x in self.value.items() if it == rid and p in positions
+        }
+        self.pins.append(Pin(self.pool.pin(rid, s), rid, positions, value))
+
+    @rule(random=st.randoms(use_true_random=False))
+    def unpin(self, random: random.Random) -> None:
+        if self.pins:
+            self.pool.unpin(self.pins.pop(random.randrange(len(self.pins))).pinned)
+
+    @rule(s=SPANS, layer=st.integers(0, LAYERS - 1), head=st.integers(0, KV_HEADS - 1))
+    def read_pinned(self, s: Span, layer: int, head: int) -> None:
+        """Whatever became of the request, and whoever has got slots since."""
+        for pin in self.pins:
+            common = s.intersection(pin.pinned.span)
+            heads = slice(head, KV_HEADS)
+            k_thd, v_thd = self.pool.read_pinned(layer, pin.pinned, common, heads=heads)
+            assert k_thd.shape == v_thd.shape == (common.length, KV_HEADS - head, HEAD_DIM)
+            for row, position in enumerate(range(common.start, common.stop)):
+                if (expected := pin.value.get((layer, position))) is not None:
+                    assert (k_thd[row] == expected).all()
+                    assert (v_thd[row] == -expected).all()
+
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def read_span(self, rid: int, s: Span, layer: int) -> None:
         written = self.written(layer, rid)
@@ -311,7 +365,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def owners_match(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.used == self.total()
+        assert self.pool.used == self.total() + self.leaving()
         assert self.pool.free + self.pool.used == self.pool.capacity
         slots = [slot for rid in self.owned for slot in slots_in_use(self.pool, rid)]
         assert len(set(slots)) == len(slots) == self.total()
@@ -325,8 +379,12 @@ class PoolMachine(RuleBasedStateMachine):
             assert contents(self.pool.view(layer, rid)) == self.written(layer, rid)
 
     def teardown(self) -> None:
+        for pin in self.pins[::2]:
+            self.pool.unpin(pin.pinned)
         for rid in self.owned:
             self.pool.free_request(rid)
+        for pin in self.pins[1::2]:
+            self.pool.unpin(pin.pinned)
         self.pool.check_integrity()
         assert self.pool.free == self.SLOTS
         self.pool.allocate(99, [span(0, self.SLOTS)])
@@ -335,11 +393,17 @@ class PoolMachine(RuleBasedStateMachine):
     def total(self) -> int:
         return sum(map(len, self.owned.values()))
 
+    def leaving(self) -> int:
+        return len(set[int]().union(*(pin.leaving() for pin in self.pins)))
+
     def written(self, layer: int, rid: int) -> dict[int, float]:
         return {p: x for (at, owner, p), x in self.value.items() if (at, owner) == (layer, rid)}
 
     def forget(self, rid: int, positions: set[int]) -> None:
         self.owned.get(rid, set()).difference_update(positions)
+        for pin in self.pins:
+            if pin.rid == rid:
+                pin.held -= positions
         self.value = {
             (layer, owner, position): x
             for (layer, owner, position), x in self.value.items()

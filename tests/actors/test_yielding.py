@@ -21,8 +21,8 @@ from greedy_reference import greedy_tokens
 from torch import Tensor
 
 from csps.actors import prefill
-from csps.actors.mesh import Pending
-from csps.actors.outbox import Outbox
+from csps.actors.kv_transfer.send_queue import SendQueue
+from csps.actors.kv_transfer.sending import Sending
 from csps.actors.strategies import query_blocks, ulysses
 from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
 
@@ -153,13 +153,13 @@ async def test_an_urgent_job_that_finds_no_room_does_not_wait_inside_another(
 @pytest.fixture
 def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set nobody hears that KV has left, and no slots come back."""
-    allowed, wait = threading.Event(), Outbox._wait
+    allowed, send = threading.Event(), SendQueue._send
 
-    def held(outbox: Outbox[object], job: object, sending: Pending) -> None:
+    def held(queue: SendQueue, sending: Sending) -> None:
         assert allowed.wait(ANSWER_S), "sending was never allowed"
-        wait(outbox, job, sending)
+        send(queue, sending)
 
-    monkeypatch.setattr(Outbox, "_wait", held)
+    monkeypatch.setattr(SendQueue, "_send", held)
     return allowed
 
 

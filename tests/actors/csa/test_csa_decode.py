@@ -16,6 +16,7 @@ from gang_cell import Request, even_bounds, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from tiny_checkpoints import make_checkpoint
 
+from csps.actors.kv_transfer.header import KvHeader
 from csps.models.loading import load_network
 from csps.protocols.csa import CsaPlan, LayerGroup, Ratios, halving
 from csps.protocols.messages import RequestFailed, Sampling, TokenDrawn
@@ -184,13 +185,13 @@ async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
     requests = requests_of(LONG, instances=[0], kept_only=kept_only)
     async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
         await answers(cell, requests, plan)
-        connections = [rank._prefill_loop._connection for rank in cell.prefill_gang.ranks]
-        return sum(sum(it._mesh.bytes_sent) for it in connections if it is not None)
+        senders = [rank._sender for rank in cell.prefill_gang.ranks]
+        return sum(it.connection.bytes_sent for it in senders if it is not None)
 
 
 async def test_bytes_on_the_wire_are_those_of_what_is_kept(model: Path) -> None:
     """Two of four layers drop; of two SPTs the first keeps two fifths, the last everything."""
-    vector, spt, header = 2 * HEAD_DIM * 4, LONG // 2, 10 * 8
+    vector, spt, header = 2 * HEAD_DIM * 4, LONG // 2, KvHeader.WORDS * 8
     whole = await sent_to_decode(model, plan_of(2, 2, kept_only=False), kept_only=False)
     assert whole == LAYERS * (LONG * KV_HEADS * vector + 2 * header)
     nothing_dropped = plan_of(2, 2, ((0.0,),))

@@ -1,0 +1,99 @@
+"""KV leaves a prefill rank's pool, as fast as its receivers grant, and nobody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.kv_transfer.destinations import destinations_of
+from csps.actors.kv_transfer.send_queue import SendQueue
+from csps.actors.kv_transfer.sending import Sending
+from csps.actors.kv_transfer.staging import launched_so_far
+from csps.actors.layout import LocalPiece
+from csps.models.spec import ModelSpec, kv_head_range
+
+
+class KvSender:
+    """Sends to all ranks of one decode gang, each of which has a queue of its own: one that is slow
+    holds up no other."""
+
+    def __init__(
+        self,
+        connection: KvConnection,
+        pool: KvPool,
+        spec: ModelSpec,
+        *,
+        rank: int,
+        in_flight_bytes: int,
+        checked: float,
+        on_lost: Callable[[str], None],
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        """Start sending, for which there is nothing yet.
+
+        Args:
+            in_flight_bytes: of KV that may be on its way from this rank, at most.
+            checked: share of messages that carry a checksum.
+            on_lost: a decode rank cannot be reached; why.
+            on_broken: this rank cannot send any more, through its own fault.
+        """
+        self.connection = connection
+        self._pool, self._spec, self._rank = pool, spec, rank
+        tp_rank, tp = connection.prefill.tp_rank_of(rank), connection.prefill.tp
+        self._heads = kv_head_range(spec, tp_rank, tp)
+        self._queues = {
+            peer: SendQueue(
+                connection,
+                peer,
+                pool,
+                limit_bytes=in_flight_bytes // len(connection.decode_peers),
+                checked=checked,
+                on_lost=on_lost,
+                on_broken=on_broken,
+            )
+            for peer in connection.decode_peers
+        }
+
+    def post(
+        self, delivery: Delivery, layer: int, part: LocalPiece, kept_ht: Tensor | None = None
+    ) -> None:
+        """One layer's KV of a local piece is in the pool: send it to where the piece is to go.
+
+        Args:
+            kept_ht: (KV heads, t) bool, the tokens that decode is to see; None for all.
+        """
+        rid = part.piece.rid
+        ready = launched_so_far(self._pool.k.device)
+        pinned = delivery.pin(rid, part.span)
+        for peer, span, heads in destinations_of(self.connection, self._spec, self._rank, part):
+            rows = slice(span.start - part.span.start, span.stop - part.span.start)
+            columns = slice(heads.start - self._heads.start, heads.stop - self._heads.start)
+            self._queues[peer].post(
+                Sending(
+                    delivery=delivery,
+                    rid=rid,
+                    layer=layer,
+                    span=span,
+                    heads=heads,
+                    columns=columns,
+                    pinned=pinned,
+                    kept_ht=None if kept_ht is None else kept_ht[columns, rows],
+                    ready=ready,
+                )
+            )
+
+    def withdraw(self, rid: int) -> None:
+        """Nobody wants a request any more: what has not left stays here. Harmless for an unknown
+        one."""
+        for queue in self._queues.values():
+            queue.withdraw(rid)
+
+    def close(self) -> None:
+        """Close the connection: what has not landed fails."""
+        self.connection.close()
+        for queue in self._queues.values():
+            queue.wake()

@@ -1,0 +1,59 @@
+"""A step is told once of all that it sends, when the last of it has landed or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.protocols.messages import Span
+
+
+def pool_of(tokens: int) -> KvPool:
+    pool = KvPool(layers=1, slots=tokens, kv_heads=1, head_dim=1, dtype=torch.float32, device="cpu")
+    pool.allocate(1, [Span(start=0, stop=tokens)])
+    return pool
+
+
+@given(
+    ends=st.lists(st.sampled_from(("landed", "withdrawn", "failed"))),
+    finished_before=st.integers(0, 10),
+    unposted=st.booleans(),
+)
+def test_the_end_is_told_once_with_the_first_failure(
+    ends: Sequence[str], finished_before: int, unposted: bool
+) -> None:
+    pool, told, steps = pool_of(4), list[Exception | None](), list[None]()
+    delivery = Delivery(pool, told.append, lambda: steps.append(None))
+    failures = [RuntimeError(str(number)) for number in range(len(ends) + 1)]
+    delivery.pin(1, Span(start=0, stop=2))
+    delivery.pin(1, Span(start=0, stop=2))
+    delivery.pin(1, Span(start=1, stop=4))
+    pool.free_request(1)
+    for _ in ends:
+        delivery.posted()
+    if unposted:
+        delivery.fail(failures[-1])
+    for number, end in enumerate(ends):
+        if number == finished_before:
+            delivery.finish()
+        assert not told
+        assert pool.used == 4
+        if end == "landed":
+            delivery.landed()
+        else:
+            delivery.given_up(failures[number] if end == "failed" else None)
+    if finished_before >= len(ends):
+        assert not told
+        delivery.finish()
+    failed = [failures[-1]] if unposted else []
+    failed += [failures[number] for number, end in enumerate(ends) if end == "failed"]
+    assert told == [failed[0] if failed else None]
+    assert delivery.failed == bool(failed)
+    assert len(steps) == ends.count("landed")
+    assert pool.used == 0
+    pool.check_integrity()

@@ -1,0 +1,63 @@
+"""What announces KV."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_ends import header
+
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.name_digest import name_digest
+from csps.protocols.errors import TransferError
+from csps.protocols.messages import (
+    Span,
+)
+
+
+@given(
+    st.builds(
+        header,
+        kept=st.none() | st.just(0),
+        checksum=st.none() | st.integers(0, 2**32 - 1),
+        epoch=st.integers(0, 2**63 - 1),
+        rid=st.integers(0, 2**63 - 1),
+        layer=st.integers(0, 200),
+        span=st.builds(
+            lambda start, length: Span(start=start, stop=start + length),
+            st.integers(0, 2**40),
+            st.integers(0, 2**40),
+        ),
+        heads=st.builds(range, st.integers(0, 64), st.integers(64, 128)),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+    )
+)
+def test_a_header_survives_the_wire(it: KvHeader) -> None:
+    words = it.pack()
+    assert words.dtype == torch.int64
+    assert words.shape == (KvHeader.WORDS,)
+    assert KvHeader.unpack(words) == it
+
+
+@pytest.mark.parametrize("kept", [None, 0, 1, 20])
+def test_a_header_says_how_much_is_kept(kept: int | None) -> None:
+    assert KvHeader.unpack(header(kept=kept).pack()).kept == kept
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [(0, 1), (4, 11), (4, -1), (6, 5), (8, 9), (8, -1), (9, -2), (9, 21), (10, -2), (10, 2**32)],
+)
+def test_what_is_no_header_is_refused(word: int, value: int) -> None:
+    words = header().pack()
+    words[word] = value
+    with pytest.raises(TransferError, match="expected a KV header"):
+        KvHeader.unpack(words)
+
+
+def test_epochs_are_told_apart() -> None:
+    names = [f"{prefill}.{decode}.{n}" for prefill in "ab" for decode in "cd" for n in range(50)]
+    numbers = {name_digest(name) for name in names}
+    assert len(numbers) == len(names)
+    assert all(0 <= number < 2**63 for number in numbers)

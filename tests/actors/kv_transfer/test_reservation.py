@@ -1,0 +1,89 @@
+"""What was promised is counted, and nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_ends import LAYERS, header, reservation
+
+from csps.actors.name_digest import name_digest
+from csps.protocols.errors import TransferError
+from csps.protocols.messages import (
+    Span,
+)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epoch": name_digest("a former epoch")},
+        {"layer": LAYERS},
+        {"layer": -1},
+        {"span": Span(start=0, stop=11)},
+        {"span": Span(start=12, stop=14)},
+        {"span": Span(start=8, stop=22)},  # two spans of the share and what is between them
+        {"span": Span(start=5, stop=5)},
+        {"heads": range(2, 5)},
+        {"heads": range(1, 3)},
+        {"heads": range(3, 3)},
+        {"kept": 5},
+    ],
+    ids=str,
+)
+def test_what_was_not_promised_is_not_counted(wrong: dict[str, Any]) -> None:
+    it = reservation((Span(start=0, stop=10), Span(start=20, stop=25)))
+    promised = it.missing
+    with pytest.raises(TransferError):
+        it.accept(header(**wrong))
+    assert it.missing == promised
+
+
+@pytest.mark.parametrize(
+    "again",
+    [{}, {"span": Span(start=9, stop=10)}, {"heads": range(3, 4)}, {"span": Span(start=4, stop=6)}],
+    ids=str,
+)
+def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> None:
+    it = reservation((Span(start=0, stop=10),))
+    it.accept(header())
+    with pytest.raises(TransferError, match="arrived before"):
+        it.accept(header(**again))
+
+
+@pytest.mark.parametrize("kept", [None, 5])
+def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> None:
+    """Heads that lie side by side in a pool cannot be read if only some of them are complete."""
+    it = reservation((Span(start=0, stop=10),), kept_only=True)
+    it.accept(header(heads=range(2, 3), kept=kept))
+    it.accept(header(layer=1, kept=None if kept else 5))
+    with pytest.raises(TransferError, match="other tokens"):
+        it.accept(header(heads=range(3, 4), kept=None if kept else 5))
+    it.accept(header(heads=range(3, 4), kept=kept))
+    assert it.missing == 0
+
+
+@given(
+    cuts=st.sets(st.integers(1, 29)),
+    order=st.randoms(use_true_random=False),
+    spans=st.sampled_from([((0, 30),), ((0, 10), (10, 30)), ((5, 9), (0, 2), (20, 21))]),
+)
+def test_a_share_is_complete_exactly_when_all_of_it_has_arrived(
+    cuts: set[int], order: Any, spans: tuple[tuple[int, int], ...]
+) -> None:
+    it = reservation(tuple(Span(start=start, stop=stop) for start, stop in spans))
+    parts = [
+        header(layer=layer, span=Span(start=start, stop=stop), heads=range(head, head + 1))
+        for begin, end in spans
+        for start, stop in pairwise(sorted({begin, end, *(c for c in cuts if begin < c < end)}))
+        for layer in range(LAYERS)
+        for head in range(2, 4)
+    ]
+    order.shuffle(parts)
+    for part in parts:
+        assert it.missing
+        it.accept(part)
+    assert it.missing == 0

@@ -1,0 +1,344 @@
+"""KV leaves the pool as fast as the receiver grants, against receivers that a test plays."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_ends import (
+    HEAD_DIM,
+    IN_FLIGHT,
+    LAYERS,
+    PAIR,
+    RID,
+    WAIT_S,
+    Shape,
+    Source,
+    connections,
+)
+from property_examples import examples
+from torch import Tensor
+
+from csps.actors.kv_transfer import send_queue
+from csps.actors.kv_transfer import sender as sender_module
+from csps.actors.kv_transfer.body import KvBody
+from csps.actors.kv_transfer.connection import Grant, KvConnection, KvTag
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.kv_transfer.staging import Staging
+from csps.actors.mesh import PeerLost
+from csps.models.spec import ModelSpec
+from csps.protocols.errors import ConfigError, TransferError
+from csps.protocols.messages import KvShare, PrefillPiece, Span
+
+TOKENS = 10
+PREFILL = 0
+"""The prefill rank of a pair, as a peer."""
+TWO = Shape(
+    1,
+    1,
+    2,
+    1,
+    (0, TOKENS),
+    (
+        KvShare(instance=0, span=Span(start=0, stop=4)),
+        KvShare(instance=1, span=Span(start=4, stop=TOKENS)),
+    ),
+)
+"""Of ten tokens, the first decode rank is to have four."""
+
+
+def random_kv(spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    shape = (LAYERS, TOKENS, spec.kv_heads, HEAD_DIM)
+    return torch.randn(shape), torch.randn(shape)
+
+
+@contextmanager
+def sending(
+    spec: ModelSpec, shape: Shape = PAIR, **options: Any
+) -> Iterator[tuple[Source, list[KvConnection]]]:
+    """One prefill rank with a step of ten tokens, and the decode ranks' ends."""
+    (start,), ends = connections(shape)
+    piece = PrefillPiece(rid=RID, start=0, length=TOKENS, destinations=shape.destinations)
+    source = Source(start, 0, spec, piece, shape, *random_kv(spec), **options)
+    try:
+        yield source, ends
+    finally:
+        source.sender.close()
+        for end in ends:
+            end.close()
+
+
+class SlowReceiver:
+    """Takes messages one by one and says when it likes that they have landed."""
+
+    def __init__(self, end: KvConnection, window: int | None = None) -> None:
+        self.end = end
+        self.acknowledged = 0
+        self.messages: list[tuple[KvHeader, KvBody]] = []
+        self._owed: deque[int] = deque()
+        if window is not None:
+            self.grant(window)
+
+    def grant(self, window: int) -> None:
+        self.window = window
+        self.end.grant(PREFILL, Grant(window, 0))
+
+    @property
+    def owed(self) -> int:
+        """Bytes that are still under way, for the sender."""
+        return sum(self._owed)
+
+    def take(self) -> KvHeader:
+        header = self.end.next_header(PREFILL)
+        self._owed.append(header.charge(HEAD_DIM))
+        staging = Staging(torch.device("cpu"))
+        self.messages.append((header, self.end.receive(PREFILL, header, HEAD_DIM, staging)))
+        return header
+
+    def acknowledge(self) -> None:
+        self.acknowledged += self._owed.popleft()  # before the sender can know
+        self.end.grant(PREFILL, Grant(self.window, self.acknowledged))
+
+    @property
+    def entries(self) -> int:
+        return sum(header.entries for header, _ in self.messages)
+
+    def acknowledge_all(self) -> None:
+        while self._owed:
+            self.acknowledge()
+
+
+# --- how much is under way -----------------------------------------------------------------
+
+
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    window=st.integers(66, 1500),
+    own=st.integers(66, 1500),
+    lags=st.lists(st.integers(0, 10), min_size=1, max_size=10),
+)
+def test_no_more_is_read_or_sent_than_is_granted(
+    spec: ModelSpec, window: int, own: int, lags: Sequence[int]
+) -> None:
+    """Read out of the pool means held in memory. The receiver stays behind by so many messages, as
+    long as the sender can go on without its word."""
+    limit, excess = min(window, own), []
+    with sending(spec, in_flight_bytes=own) as (source, (end,)):
+        receiver = SlowReceiver(end)
+        read, read_pinned = [0], source.pool.read_pinned
+
+        def counted(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            k, v = read_pinned(*args, **options)
+            read[0] += k.nbytes + v.nbytes
+            excess.append(read[0] - receiver.acknowledged - limit)
+            return k, v
+
+        source.pool.read_pinned = counted  # type: ignore[method-assign]
+        for layer in range(LAYERS):
+            source.send(layer)
+        receiver.grant(window)
+        row = spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
+        while receiver.entries < LAYERS * TOKENS * spec.kv_heads:
+            while limit - receiver.owed < max(row, limit // 2) or (
+                len(receiver._owed) > lags[len(receiver.messages) % len(lags)]
+            ):
+                receiver.acknowledge()
+            receiver.take()
+        receiver.acknowledge_all()
+        assert source.sent() is None
+        assert max(excess) <= 0
+        check_messages(receiver, source)
+
+
+def check_messages(receiver: SlowReceiver, source: Source) -> None:
+    """Every row of every layer has come once, and with the right numbers."""
+    seen = torch.zeros(LAYERS, TOKENS, dtype=torch.int64)
+    for header, body in receiver.messages:
+        rows = slice(header.span.start, header.span.stop)
+        heads = slice(header.heads.start, header.heads.stop)
+        seen[header.layer, rows] += 1
+        assert torch.equal(body.k, source._k[header.layer, rows, heads])
+        assert torch.equal(body.v, source._v[header.layer, rows, heads])
+    assert (seen == 1).all()
+
+
+def test_posting_waits_for_nobody(spec: ModelSpec) -> None:
+    """The receiver has not even said how much it takes."""
+    with sending(spec) as (source, (end,)):
+        for layer in range(LAYERS):
+            source.send(layer)
+        assert source.sender.connection.bytes_sent == 0
+        receiver = SlowReceiver(end, IN_FLIGHT)
+        for _ in range(LAYERS):
+            receiver.take()
+        receiver.acknowledge_all()
+        assert source.sent() is None
+
+
+def test_a_receiver_that_takes_nothing_holds_up_no_other(spec: ModelSpec) -> None:
+    with sending(spec, TWO) as (source, (stuck, other)):
+        stuck.grant(PREFILL, Grant(100, 0))
+        receiver = SlowReceiver(other, IN_FLIGHT)
+        for layer in range(LAYERS):
+            source.send(layer)
+            assert receiver.take().span == Span(start=4, stop=TOKENS)
+            receiver.acknowledge()
+
+
+def test_a_window_smaller_than_a_token_is_a_mistake_of_the_settings(spec: ModelSpec) -> None:
+    with sending(spec) as (source, (end,)):
+        end.grant(PREFILL, Grant(65, 0))
+        source.send(0)
+        broken = source.broken.get(timeout=WAIT_S)
+        assert isinstance(broken, ConfigError)
+        assert source.sent() is broken
+
+
+def test_more_acknowledged_than_was_sent_breaks_the_rank(spec: ModelSpec) -> None:
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, IN_FLIGHT)
+        source.send(0)
+        receiver.take()
+        end.grant(PREFILL, Grant(IN_FLIGHT, 10**6))
+        assert isinstance(source.broken.get(timeout=WAIT_S), TransferError)
+        assert isinstance(source.sent(), TransferError)
+
+
+# --- what is not sent ----------------------------------------------------------------------
+
+
+def test_what_nobody_wants_any_more_stays(spec: ModelSpec) -> None:
+    """But for what is under way; the slots come back when that has landed."""
+    half = 5 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, half)
+        source.send(0)
+        assert receiver.take().span.length == 2
+        assert receiver.take().span.length == 2
+        source.sender.withdraw(RID + 1)
+        source.send(1)
+        source.sender.withdraw(RID)
+        sent = source.sender.connection.bytes_sent
+        receiver.acknowledge_all()
+        assert source.sent() is None
+        assert source.sender.connection.bytes_sent == sent
+
+
+def test_a_receiver_that_dies_with_kv_granted_fails_what_was_not_acknowledged(
+    spec: ModelSpec,
+) -> None:
+    """All slots come back, and what is posted later fails as well."""
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, 200)
+        source.send(0)
+        receiver.take()
+        end.close()
+        assert source.lost.get(timeout=WAIT_S).startswith("decode rank 0: ")
+        source.send(1)
+        assert isinstance(source.sent(), PeerLost)
+        assert source.broken.empty()
+
+
+def test_closing_fails_what_has_not_landed_and_tells_nobody(spec: ModelSpec) -> None:
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, 200)
+        for layer in range(LAYERS):
+            source.send(layer)
+        receiver.take()
+        source.sender.close()
+        assert isinstance(source.sent(), PeerLost)
+        assert source.lost.empty()
+        assert source.broken.empty()
+
+
+def test_what_cannot_be_read_fails_its_step_and_the_stream_goes_on(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was announced."""
+    out_of_memory = RuntimeError("out of memory")
+
+    def fail(*_: Any) -> None:
+        raise out_of_memory
+
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, IN_FLIGHT)
+        with pytest.MonkeyPatch.context() as patch:
+            failed = threading.Event()
+            patch.setattr(source.delivery, "given_up", lambda _: failed.set())
+            patch.setattr(Staging, "to_host", fail)
+            source.send(0)
+            assert failed.wait(WAIT_S)
+        source.delivery.given_up(out_of_memory)
+        source.send(1)
+        assert receiver.take().layer == 1
+        receiver.acknowledge_all()
+        assert source.sent() is out_of_memory
+
+
+# --- beats ---------------------------------------------------------------------------------
+
+
+def heard(end: KvConnection) -> int:
+    words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
+    end._recv(words, PREFILL, KvTag.HEADER).wait(timedelta(seconds=WAIT_S))
+    return int(words[0])
+
+
+def test_who_has_nothing_to_send_beats(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after it has, and while a device has not written yet what is next."""
+    monkeypatch.setattr(send_queue, "BEAT_S", 0.01)
+    device = Device()
+    monkeypatch.setattr(sender_module, "launched_so_far", lambda _: device)
+    with sending(spec) as (source, (end,)):
+        receiver = SlowReceiver(end, IN_FLIGHT)
+        beats = [heard(end) for _ in range(3)]
+        source.send(0)
+        beats += [heard(end) for _ in range(3)]
+        assert source.sender.connection.bytes_sent == 0
+        device.done = True
+        receiver.take()
+        receiver.acknowledge_all()
+        beats += [heard(end) for _ in range(3)]
+        assert len(set(beats)) == 1
+        end.close()
+        assert source.lost.get(timeout=WAIT_S).startswith("decode rank 0: ")
+
+
+class Device:
+    """Stands in for a GPU that has or has not done what it was told."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+# --- checksums -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "checked"), [(0.0, 0), (0.25, 5), (0.5, 10), (1.0, 20)])
+def test_so_many_messages_carry_a_checksum_of_their_bytes(
+    spec: ModelSpec, share: float, checked: int
+) -> None:
+    window = 2 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
+    with sending(spec, checked=share) as (source, (end,)):
+        receiver = SlowReceiver(end, window)
+        for layer in range(LAYERS):
+            source.send(layer)
+        for _ in range(LAYERS * TOKENS):  # token by token
+            receiver.take()
+            receiver.acknowledge()
+        assert source.sent() is None
+    carried = [(it.checksum, body) for it, body in receiver.messages if it.checksum is not None]
+    assert len(carried) == checked
+    for checksum, body in carried:
+        assert checksum == zlib.crc32(body.k.numpy().tobytes() + body.v.numpy().tobytes())

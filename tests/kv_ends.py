@@ -1,0 +1,292 @@
+"""Both ends of a KV connection as tests drive them: pools, reservations, and what was reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.kv_transfer.body import KvBody
+from csps.actors.kv_transfer.connection import Grant, KvConnection
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.kv_transfer.reservation import Reservation
+from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.layout import local_pieces
+from csps.actors.name_digest import name_digest
+from csps.models.spec import ModelSpec, kv_head_range
+from csps.protocols.messages import (
+    ConnectKv,
+    KvShare,
+    PrefillPiece,
+    Reserve,
+    Sampling,
+    Span,
+)
+
+LAYERS, HEAD_DIM, RID, EPOCH = 2, 4, 7, "epoch"
+NEXT_RID = 8
+"""Of a request whose landing proves that whatever was sent before it has been dealt with."""
+WAIT_S = 20.0
+IN_FLIGHT = 2**20
+
+
+def header(**fields: Any) -> KvHeader:
+    defaults: dict[str, Any] = {
+        "epoch": name_digest(EPOCH),
+        "rid": RID,
+        "layer": 0,
+        "span": Span(start=0, stop=10),
+        "heads": range(2, 4),
+        "dtype": torch.float32,
+    }
+    return KvHeader(**defaults | fields)
+
+
+def reservation(
+    spans: tuple[Span, ...],
+    heads: range = range(2, 4),
+    layers: int = LAYERS,
+    *,
+    kept_only: bool = False,
+) -> Reservation:
+    request = Reserve(
+        rid=RID,
+        epoch=EPOCH,
+        shares=tuple(KvShare(instance=0, span=span) for span in spans),
+        master=0,
+        prompt_length=max(span.stop for span in spans),
+        sampling=Sampling(),
+        kept_only=kept_only,
+    )
+    return Reservation(request=request, spans=spans, heads=heads, layers=layers, owner="router")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Both gangs, and how a prompt lies in each."""
+
+    prefill: int
+    prefill_tp: int
+    decode: int
+    decode_tp: int
+    bounds: tuple[int, ...]
+    destinations: tuple[KvShare, ...]
+
+    @property
+    def length(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def prefill_ranks(self) -> int:
+        return self.prefill * self.prefill_tp
+
+    @property
+    def decode_ranks(self) -> int:
+        return self.decode * self.decode_tp
+
+    @property
+    def connection(self) -> ConnectKv:
+        return ConnectKv(
+            epoch=EPOCH,
+            store_host="",
+            store_port=0,
+            prefill_ranks=self.prefill_ranks,
+            decode_ranks=self.decode_ranks,
+            prefill_tp=self.prefill_tp,
+            decode_tp=self.decode_tp,
+        )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    prefill, decode = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    length = draw(st.integers(1, 20))
+    inner = sorted(
+        draw(st.lists(st.integers(0, length), min_size=prefill - 1, max_size=prefill - 1))
+    )
+    cuts = sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=3))})
+    shares = [
+        KvShare(instance=draw(st.integers(0, decode - 1)), span=Span(start=start, stop=stop))
+        for start, stop in pairwise(cuts)
+    ]
+    return Shape(
+        prefill=prefill,
+        prefill_tp=draw(st.sampled_from((1, 2, 4))),
+        decode=decode,
+        decode_tp=draw(st.sampled_from((1, 2, 4))),
+        bounds=(0, *inner, length),
+        destinations=tuple(draw(st.permutations(shares))),
+    )
+
+
+class Receiver:
+    """The decode rank's end: pool, reservation, landing, and what it reported."""
+
+    def __init__(
+        self,
+        connection: KvConnection,
+        rank: int,
+        spec: ModelSpec,
+        shares: tuple[KvShare, ...],
+        *,
+        kept_only: bool = False,
+        in_flight_bytes: int = IN_FLIGHT,
+    ) -> None:
+        instance, tp_rank = connection.decode.instance_of(rank), connection.decode.tp_rank_of(rank)
+        heads = kv_head_range(spec, tp_rank, connection.decode.tp)
+        self.spans = tuple(share.span for share in shares if share.instance == instance)
+        self.reservations: dict[int, Reservation] = {}
+        self.pool = KvPool(
+            layers=LAYERS,
+            slots=64,
+            kv_heads=len(heads),
+            head_dim=HEAD_DIM,
+            dtype=torch.float32,
+            device="cpu",
+        )
+        self.heads = heads
+        self.reports: SimpleQueue[Any] = SimpleQueue()
+        if self.spans:
+            for rid in (RID, NEXT_RID):
+                self.reservations[rid] = reservation(self.spans, heads, kept_only=kept_only)
+                self.pool.allocate(rid, self.spans)
+        self.end = KvReceiver(
+            connection,
+            self.pool,
+            rank=rank,
+            in_flight_bytes=in_flight_bytes,
+            find=self.reservations.get,
+            on_landed=self.reports.put,
+            on_failed=self.reports.put,
+            on_lost=self.reports.put,
+            on_broken=self.reports.put,
+        )
+
+    def report(self) -> Any:
+        """The next thing that the rank reported."""
+        return self.reports.get(timeout=WAIT_S)
+
+
+class Source:
+    """The prefill rank's end: a pool whose slots are in no order, and what was said of sending."""
+
+    def __init__(
+        self,
+        connection: KvConnection,
+        rank: int,
+        spec: ModelSpec,
+        piece: PrefillPiece,
+        shape: Shape,
+        k: Tensor,
+        v: Tensor,
+        *,
+        in_flight_bytes: int = IN_FLIGHT,
+        checked: float = 0.0,
+    ) -> None:
+        instance, tp_rank = (
+            connection.prefill.instance_of(rank),
+            connection.prefill.tp_rank_of(rank),
+        )
+        self.heads = kv_head_range(spec, tp_rank, connection.prefill.tp)
+        self.pool = KvPool(
+            layers=LAYERS,
+            slots=64,
+            kv_heads=len(self.heads),
+            head_dim=HEAD_DIM,
+            dtype=k.dtype,
+            device="cpu",
+        )
+        self.parts = list(local_pieces([piece], shape.bounds, instance))
+        self._k, self._v = k, v
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.broken: SimpleQueue[BaseException] = SimpleQueue()
+        self._sent: SimpleQueue[Exception | None] = SimpleQueue()
+        for part in self.parts:
+            cut = (part.span.start + part.span.stop) // 2
+            self.pool.allocate(RID, [Span(start=cut, stop=part.span.stop)])
+            self.pool.allocate(RID, [Span(start=part.span.start, stop=cut)])
+        self.sender = KvSender(
+            connection,
+            self.pool,
+            spec,
+            rank=rank,
+            in_flight_bytes=in_flight_bytes,
+            checked=checked,
+            on_lost=self.lost.put,
+            on_broken=self.broken.put,
+        )
+        self.delivery = Delivery(self.pool, self._sent.put)
+
+    def send(self, layer: int, kept_ht: Tensor | None = None) -> None:
+        """Compute a layer."""
+        columns = slice(self.heads.start, self.heads.stop)
+        for part in self.parts:
+            rows = slice(part.span.start, part.span.stop)
+            k, v = self._k[layer, rows, columns], self._v[layer, rows, columns]
+            self.pool.write(layer, RID, part.span, k, v)
+            mine = None if kept_ht is None else kept_ht[columns, rows]
+            self.sender.post(self.delivery, layer, part, mine)
+
+    def sent(self) -> Exception | None:
+        """End the step, give back what it holds, and wait for the rest of its KV to land."""
+        self.pool.free_request(RID)
+        self.delivery.finish()
+        failure = self._sent.get(timeout=WAIT_S)
+        assert self.pool.used == 0
+        self.pool.check_integrity()
+        return failure
+
+
+def connections(shape: Shape) -> tuple[list[KvConnection], list[KvConnection]]:
+    """All ranks' ends, prefill's and decode's."""
+    store, world = HashStore(), shape.prefill_ranks + shape.decode_ranks
+
+    def make(index: int) -> KvConnection:
+        is_decode = index >= shape.prefill_ranks
+        rank = index - shape.prefill_ranks if is_decode else index
+        return KvConnection(
+            store,
+            shape.connection,
+            rank=rank,
+            is_decode=is_decode,
+            host="127.0.0.1",
+        )
+
+    with ThreadPoolExecutor(world) as threads:
+        made = list(threads.map(make, range(world)))
+    return made[: shape.prefill_ranks], made[shape.prefill_ranks :]
+
+
+DECODE = 1
+"""The decode rank of a pair, as a peer."""
+PAIR = Shape(1, 1, 1, 1, (0, 10), (KvShare(instance=0, span=Span(start=0, stop=10)),))
+
+
+@contextmanager
+def pair(spec: ModelSpec) -> Iterator[tuple[KvConnection, Receiver]]:
+    """One rank on either side, and a reservation of 10 tokens."""
+    starts, ends = connections(PAIR)
+    receiver = Receiver(ends[0], 0, spec, PAIR.destinations)
+    try:
+        assert starts[0].next_grant(DECODE) == Grant(IN_FLIGHT, 0)
+        yield starts[0], receiver
+    finally:
+        receiver.end.close()
+        starts[0].close()
+
+
+def body(it: KvHeader) -> KvBody:
+    k, v = (torch.ones(it.span.length, len(it.heads), HEAD_DIM, dtype=it.dtype) for _ in range(2))
+    return KvBody(k, v)
