@@ -75,6 +75,7 @@ class _Gate:
     def __init__(self, policy: Policy) -> None:
         self._policy, self.open, self.took_ns = policy, False, 0
         self.name, self.digest = policy.name, policy.digest
+        self.whole_prompts = policy.whole_prompts
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         return self._policy.line(prompt_tokens, pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,6 +66,37 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
     new = [index for index, it in enumerate(rows) if it.next == 0]
     if budget > decoding and (begun or new):
         assert lengths[(begun or new)[0]] > 0
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.integers(1, 6), st.integers(0, 10), st.randoms(use_true_random=False))
+def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
+    most: int, more: int, random: Random
+) -> None:
+    """In an endless stream of up to `most` rows, which join and leave as they like: a prompt's
+    first token comes when those that joined before it could have been computed one after another,
+    with what other rows leave of the budget."""
+    budget = most + more
+    rows: list[RowState] = []
+    ages: list[int] = []
+    limits: list[int] = []
+    for _ in range(120):
+        while len(rows) < most and random.random() < 0.7:
+            prompt = random.randint(1, 30)
+            before = sum(max(0, it.prompt - it.next) for it in rows)
+            rows.append(RowState(0, prompt, prompt + random.randint(0, 9)))
+            ages.append(0)
+            limits.append(-(-(before + prompt) // (budget - (most - 1))))
+        lengths = fill(rows, budget)
+        kept = []
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row.next < row.prompt:
+                ages[number] += 1
+            rows[number] = row._replace(next=row.next + length)
+            assert ages[number] <= limits[number], "waits longer than for those before it"
+            leaves = rows[number].next == row.stop or random.random() < 0.02
+            kept += [] if leaves else [number]
+        rows, ages, limits = ([column[it] for it in kept] for column in (rows, ages, limits))
 
 
 @dataclass(eq=False)

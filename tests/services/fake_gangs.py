@@ -385,7 +385,7 @@ class FakeCell:
         self.decode.free(rid)
 
     def runs_by_itself(self) -> None:
-        """Both gangs do everything that is asked of them at once."""
+        """The gangs do everything that is asked of them at once."""
         prefill, decode = self.prefill, self.decode
 
         def on_job(rank: FakeRank, job: PrefillJob) -> None:
@@ -408,7 +408,7 @@ class FakeCell:
             message = unpack(JoinBatch, payload)
             request = decode.leader.reserved.get(message.rid)
             if request is not None:
-                first = len(request.drawn) // 4 + 1
+                first = len(request.drawn) // 4 + (message.first_token is not None)
                 self.finish(message.rid, request.sampling.max_tokens, first=first)
 
         prefill.on_job = on_job

@@ -161,6 +161,24 @@ async def test_sparse_attention_is_refused_where_prompts_are_computed_in_pieces(
             cell.submit(attention="csa", csa=CsaSettings())
 
 
+async def test_a_crowd_of_riders_outlives_its_gang() -> None:
+    """More than fit at a time, clients that leave, and a gang that dies under them."""
+    async with riding(FakeGang("elastic", "e1", kv_slots=3000)) as cell:
+        requests = [cell.submit(50 + 397 * n % 2500, 1 + n % 7) for n in range(40)]
+        await until(lambda: len(cell.decode.leader.joined) > 3)
+        for number in (0, 3, 35):
+            requests[number].cancel()
+        await cell.decode.kill(1)
+        await cell.replace(FakeGang("elastic", "e2", kv_slots=3000))
+        cell.runs_by_itself()
+        for number, running in enumerate(requests):
+            drawn = [token.index async for token in running]
+            if running.finish_reason != "cancelled":
+                assert drawn == list(range(1 + number % 7))
+        assert sum(it.timings.attempts == 2 for it in requests) >= 3
+        await cell.settled()
+
+
 async def finish(cell: FakeCell, running: Running, rid: int) -> None:
     cell.finish(rid, running.generation.sampling.max_tokens, first=0)
     assert [token async for token in running][-1].finish_reason == "length"

@@ -22,6 +22,7 @@ from csps.services.scheduling.scheduler import Outcome, Scheduler
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6},
     "fixed_sp": {"sp": 2, "spread_tokens": 700},
+    "chunked_prefill": {"token_budget": 100, "spread_tokens": 700, "max_batch": 6},
 }
 TABLE = CostTable(latencies=Unmeasured())
 
@@ -53,7 +54,8 @@ class Recorded:
 
 def record(name: str, path: Path, seed: int = 1) -> bytes:
     recorded = Recorded(name, path)
-    cell = RandomCell(recorded, seed, faults=0.1)  # type: ignore[arg-type]
+    elastic = name == "chunked_prefill"
+    cell = RandomCell(recorded, seed, faults=0.1, elastic=elastic)  # type: ignore[arg-type]
     cell.play(requests=30, turns=150)
     recorded.log.flush()
     recorded.file.close()
