@@ -26,7 +26,7 @@ from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
+from csps.actors.mesh import GroupMaker, HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
 from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
@@ -104,10 +104,20 @@ class Rank:
     """A rank from `start` to `close`."""
 
     def __init__(
-        self, config: RankConfig, *, secret: bytes, store: HostedStore | StoreAddress
+        self,
+        config: RankConfig,
+        *,
+        secret: bytes,
+        store: HostedStore | StoreAddress,
+        data_group: GroupMaker | None = None,
     ) -> None:
+        """
+        Args:
+            data_group: see `Mesh`; of the gang and of the instance.
+        """
         self.config = config
         self._hosted = store
+        self._data_group = data_group
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._rpc = RpcThread(self._handlers(), secret=secret, on_disconnect=self._router_gone)
         self._fence = Fence()
@@ -141,6 +151,7 @@ class Rank:
             size=config.tp,
             device=config.device,
             host=config.host,
+            data_group=self._data_group,
         )
         self._groups.append(instance)
         mesh = Mesh(
@@ -150,6 +161,7 @@ class Rank:
             world_size=config.world_size,
             device=config.device,
             host=config.host,
+            data_group=self._data_group,
         )
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)

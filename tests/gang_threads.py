@@ -14,8 +14,9 @@ from pathlib import Path
 
 from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads, members_of
 from gang_processes import RankProcess
+from rank_world import STRICT
 
-from csps.actors.mesh import host_store
+from csps.actors.mesh import GroupMaker, host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers
@@ -36,8 +37,11 @@ class ThreadGang:
     members: GangMembers
     """Known once it has started."""
 
-    def __init__(self, plan: GangPlan, in_processes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, plan: GangPlan, in_processes: Sequence[int], data_group: GroupMaker | None
+    ) -> None:
         self.plan = plan
+        self._data_group = data_group
         self.hosted = host_store("127.0.0.1")
         self.hosts: list[Rank | RankProcess] = [
             RankProcess(plan.rank_fields(rank), self.hosted.address)
@@ -48,7 +52,8 @@ class ThreadGang:
 
     def _rank(self, rank: int) -> Rank:
         store = self.hosted.address if rank else self.hosted
-        return Rank(RankConfig(**self.plan.rank_fields(rank)), secret=SECRET, store=store)
+        config = RankConfig(**self.plan.rank_fields(rank))
+        return Rank(config, secret=SECRET, store=store, data_group=self._data_group)
 
     @property
     def ranks(self) -> list[Rank]:
@@ -103,10 +108,11 @@ class ThreadCell(Cell):
 
 @asynccontextmanager
 async def thread_gang(
-    plan: GangPlan, in_processes: Sequence[int] = ()
+    plan: GangPlan, in_processes: Sequence[int] = (), data_group: GroupMaker | None = STRICT
 ) -> AsyncIterator[ThreadGang]:
-    """A gang from start to end."""
-    gang = ThreadGang(plan, in_processes)
+    """A gang from start to end, held to NCCL's rules, or with plain gloo (None), to which those in
+    processes are bound."""
+    gang = ThreadGang(plan, in_processes, None if in_processes else data_group)
     try:
         await gang.start()
         yield gang
@@ -125,6 +131,7 @@ async def thread_cell(
     kv_slots: int = 4096,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
+    data_group: GroupMaker | None = STRICT,
 ) -> AsyncIterator[ThreadCell]:
     """Two gangs of so many instances, attached and connected; some ranks may be processes."""
     plan = partial(GangPlan, model_dir=str(model_dir), kv_slots=kv_slots)
@@ -132,8 +139,8 @@ async def thread_cell(
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
     cell = ThreadCell()
     async with (
-        thread_gang(prefill_plan, prefill_processes) as one,
-        thread_gang(decode_plan, decode_processes) as other,
+        thread_gang(prefill_plan, prefill_processes, data_group) as one,
+        thread_gang(decode_plan, decode_processes, data_group) as other,
     ):
         cell.prefill_gang, cell.decode_gang = one, other
         cell.prefill = await cell.attach(one.members, "prefill")

@@ -44,25 +44,27 @@ class QueryRoutes:
         return [(peer, self._picked(q_rhd, rows)) for peer, rows in self.outgoing.items()]
 
     @cached_property
-    def merged_from(self) -> Tensor:
-        """(n,) int64: the row of each partial, own ones first, then peer by peer."""
-        rows = [*self.held_here, *(row for rows in self.outgoing.values() for row in rows)]
-        return torch.tensor(rows, dtype=torch.int64)
+    def merged_from(self) -> tuple[int, ...]:
+        """The row of each partial, own ones first, then peer by peer."""
+        return (*self.held_here, *(row for rows in self.outgoing.values() for row in rows))
 
     @cached_property
     def one_partial_each(self) -> bool:
         """Whether every row has its KV in one place, and they come in order."""
-        return self.merged_from.tolist() == list(range(self.rows))
+        return self.merged_from == tuple(range(self.rows))
 
-    def _picked(self, q_rhd: Tensor, rows: Sequence[int]) -> Tensor:
-        # Both ascend, so that as many are all. The index is made once and not at each layer: a
-        # list of rows would be copied to the device, and wait for it, every time.
-        if len(rows) == self.rows:
-            return q_rhd
+    def index(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        """(n,) int64, made once and not at each layer: a list of rows would be copied to the
+        device, and wait for it, every time."""
         key = tuple(rows)
         if key not in self._indices:
-            self._indices[key] = torch.tensor(key, dtype=torch.int64, device=q_rhd.device)
-        return q_rhd.index_select(0, self._indices[key])
+            self._indices[key] = torch.tensor(key, dtype=torch.int64, device=device)
+        return self._indices[key]
+
+    def _picked(self, q_rhd: Tensor, rows: Sequence[int]) -> Tensor:
+        if len(rows) == self.rows:  # both ascend, so that as many are all
+            return q_rhd
+        return q_rhd.index_select(0, self.index(rows, q_rhd.device))
 
     @cached_property
     def _indices(self) -> dict[tuple[int, ...], Tensor]:
@@ -112,4 +114,5 @@ def _merged(q_rhd: Tensor, routes: QueryRoutes, parts: Sequence[tuple[Tensor, Te
     if routes.one_partial_each:
         return out_nhd
     lse_nh = torch.cat([lse for _, lse in parts])
-    return merge_rows(out_nhd, lse_nh, routes.merged_from.to(q_rhd.device), routes.rows)[0]
+    row_n = routes.index(routes.merged_from, q_rhd.device)
+    return merge_rows(out_nhd, lse_nh, row_n, routes.rows)[0]

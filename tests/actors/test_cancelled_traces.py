@@ -59,7 +59,8 @@ async def test_a_stopped_job(
         locations = ["0-0-0", "0-1-0"]
         plan = CsaPlan.uniform(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
     it = Request(rid=VICTIM, prompt=prompt_of(60), shares=even_shares(60, [0]))
-    async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1) as cell:
+    # Plain gloo tells how long exchanges took.
+    async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:
         await cell.reserve(it)
         job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
         job_id = cell.submit(job, it.prompt)

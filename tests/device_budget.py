@@ -1,0 +1,131 @@
+"""What a piece of code would ask of a GPU: its kernels, its copies from the host and its waits.
+
+Tensors of the device "meta" stand for the device's: they take the code's paths for CUDA, no kernel
+runs, and whatever wants to know a value on the host fails, as nobody has it. A GPU would answer,
+after everything that was launched before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+DEVICE = torch.device("meta")
+PROCESSORS = 132
+
+_NO_KERNEL = {"chunk", "detach", "detach_", "empty", "empty_like", "expand_as", "lift_fresh"}
+_NO_KERNEL |= {"new_empty", "numpy_T", "resolve_conj", "resolve_neg", "split", "split_with_sizes"}
+_NO_KERNEL |= {"unbind", "view"}
+_COPIES_IF_IT_MUST = {"contiguous", "flatten", "reshape", "to"}
+
+
+class DeviceBudget(TorchDispatchMode):
+    """Counts; by name, so that a failure says what there is too much of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        """From the host to the device: one that is not pinned waits for the device's stream."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        inputs = [it for it in tree_leaves((args, kwargs)) if isinstance(it, Tensor)]
+        outputs = [it for it in tree_leaves(out) if isinstance(it, Tensor)]
+        on_device = [it for it in outputs if it.device.type == DEVICE.type]
+        # A number may come from the host: it is an argument of the kernel.
+        if on_device and any(it.device.type == "cpu" and it.dim() for it in inputs):
+            self.copies[name] += 1
+        elif on_device and _computes(func, inputs, outputs):
+            self.kernels[name] += 1
+        return out
+
+
+def _computes(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    name = func.overloadpacket.__name__
+    if name in _COPIES_IF_IT_MUST:
+        same = inputs[0].dtype == outputs[0].dtype and inputs[0].device == outputs[0].device
+        return not (same and (name == "to" or inputs[0].is_contiguous()))
+    return not (func.is_view or name in _NO_KERNEL)
+
+
+class _Launches:
+    """In place of a Triton kernel."""
+
+    def __init__(self, name: str, budgets: list[DeviceBudget]) -> None:
+        self._name, self._budgets = name, budgets
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: object, **kwargs: object) -> None:
+        for it in args:
+            assert not isinstance(it, Tensor) or it.device == DEVICE, "an argument on the host"
+        for budget in self._budgets[-1:]:
+            budget.kernels[self._name] += 1
+
+
+class Device:
+    """Counts what is done with tensors on `DEVICE`."""
+
+    def __init__(self) -> None:
+        self._budgets: list[DeviceBudget] = []
+
+    @contextmanager
+    def counting(self) -> Iterator[DeviceBudget]:
+        """All that is done inside."""
+        budget = DeviceBudget()
+        self._budgets.append(budget)
+        try:
+            with budget:
+                yield budget
+        finally:
+            self._budgets.pop()
+
+    def notice_lists(self, patch: pytest.MonkeyPatch) -> None:
+        """As an index a list is copied to the device before any operation is seen."""
+        for name in ("__getitem__", "__setitem__"):
+            patch.setattr(torch.Tensor, name, self._noticing(getattr(torch.Tensor, name), name))
+
+    def _noticing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def index(tensor: Tensor, at: Any, *value: Any) -> Any:
+            places = at if isinstance(at, tuple) else (at,)
+            if tensor.device == DEVICE and any(isinstance(it, list) for it in places):
+                for budget in self._budgets[-1:]:
+                    budget.copies[name] += 1
+            return real(tensor, at, *value)
+
+        return index
+
+    def replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
+        """No Triton kernel runs any more."""
+        for name in ("attention", "blocks", "decode", "importance", "merge", "selection"):
+            module = import_module(f"csps.kernels.triton_{name}")
+            for kernel in [it for it in vars(module) if it.endswith("_kernel")]:
+                patch.setattr(module, kernel, _Launches(kernel, self._budgets))
+            if hasattr(module, "processors"):
+                patch.setattr(module, "processors", lambda device: PROCESSORS)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device, for the duration of a test."""
+    pytest.importorskip("triton")
+    it = Device()
+    it.replace_kernels(monkeypatch)
+    it.notice_lists(monkeypatch)
+    on_device = property(lambda tensor: tensor.device.type == DEVICE.type)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_device, raising=False)
+    return it
