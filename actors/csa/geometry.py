@@ -101,11 +101,14 @@ class LevelGeometry:
     levels: tuple[Segments, ...]
     """Level 1 first; each level's segments are unions of the level's before."""
     nested: bool = False
+    withdrawn: frozenset[int] = frozenset()
+    """Pieces whose parts neither see nor are seen by anybody."""
 
     def segment(self, level: int, member: int) -> SegmentGeometry:
         """What goes on in a member's segment at a level."""
         members = self.members(level, member)
-        sights = (self._sight(level, part) for part in self.parts if part.member in members)
+        parts = (part for part in self.parts if part.piece not in self.withdrawn)
+        sights = (self._sight(level, part) for part in parts if part.member in members)
         seeing = tuple(sight for sight in sights if sight.sources)
         return SegmentGeometry(level=level, members=members, sights=seeing)
 

@@ -21,6 +21,7 @@ the attention to the chunk: history gets its share of each query, but takes no p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -73,6 +74,7 @@ class Csa(WithTransfers):
         parts = spanning_parts(group.job.pieces, group.job.bounds)
         self._geometry = LevelGeometry(parts=parts, levels=plan.segments(), nested=plan.nested)
         self._own = {part.index: part for part in parts if part.member == group.member}
+        """Without those of pieces that nobody wants any more."""
         self._behind = [part.index for part in self._own.values() if not self._is_last(part)]
         """Own parts that others of their prompt follow."""
         self._own_starts = {part.rows.start for part in self._own.values()}
@@ -121,6 +123,7 @@ class Csa(WithTransfers):
             q_thd, k_thd, v_thd: own rows, all local heads, contiguous.
             keep_chosen: told what decode is to see, (KV heads, t) bool, once that is chosen.
         """
+        self._leave_withdrawn()
         rows = KeptRows(
             q_thd, k_thd, v_thd, parts=self._own, drop_queries=self._schedule.plan.drop_queries
         )
@@ -159,6 +162,16 @@ class Csa(WithTransfers):
             self._judge.finish(done, self._transfers)
         asked.merge_into(own.running.out_thd, own.running.lse_ht)
 
+    def _leave_withdrawn(self) -> None:
+        """From this layer on pieces that nobody wants are neither exchanged nor computed, and
+        nothing is judged by them. Their rows become what the MLP makes of no attention."""
+        pieces = self._group.job.pieces
+        gone = frozenset(i for i, piece in enumerate(pieces) if not self._group.wanted(piece))
+        if gone != self._geometry.withdrawn:
+            self._geometry = replace(self._geometry, withdrawn=gone)
+            self._routes.clear()
+            self._own = {i: part for i, part in self._own.items() if part.piece not in gone}
+
     def _is_last(self, part: Part) -> bool:
         piece = self._group.job.pieces[part.piece]
         return part.start + part.length == piece.start + piece.length
@@ -187,7 +200,11 @@ class Csa(WithTransfers):
             q_thd,
             k_thd,
             v_thd,
-            pieces=[it.rows for it in self._group.local if it.rows.start not in exchanged],
+            pieces=[
+                it.rows
+                for it in self._group.local
+                if it.rows.start not in exchanged and self._group.wanted(it.piece)
+            ],
             micro_partitions=self._micro_partitions(layer)[0],
             scale=self._scale,
         )

@@ -68,7 +68,12 @@ class WindowJudge:
     def begin(self, layer: int, rows: KeptRows, transfers: Transfers) -> None:
         """See `Judge`: windows to all who hold keys that they see."""
         self._layer, self._kv_tge = layer, rows.kv_tge
-        self._windows = [self._window(index, rows.q_thd) for index in self._firsts]
+        pieces = self._group.job.pieces
+        self._windows = [
+            self._window(index, rows.q_thd)
+            for index in self._firsts
+            if self._group.wanted(pieces[self._parts[index].piece])
+        ]
         sends, recvs = [], []
         for window in self._windows:
             home = window.part.member

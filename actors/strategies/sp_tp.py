@@ -184,7 +184,11 @@ class SpTp(WithTransfers):
         schedule = self._schedule
         if schedule is None or not schedule.drops(index + 1):
             return {}
-        pieces = {part.piece for part in self._far_parts.parts.values()}
+        pieces = {
+            part.piece
+            for part in self._far_parts.parts.values()
+            if self._group.wanted(self._group.job.pieces[part.piece])
+        }
         window = schedule.plan.importance_window
         with self._group.clock.timeline.phase("importance", layer=index):
             return {piece: work.attention.importance(piece, window) for piece in sorted(pieces)}

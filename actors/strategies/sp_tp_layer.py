@@ -68,8 +68,7 @@ class SpTpLayer:
             *self._buffers(),
             scale=layer.spec.scale,
             far_keys=far_keys,
-            # What judges keys takes every query's attention to be known.
-            withdrawn=group.withdrawn if far_keys is None else frozenset(),
+            withdrawn=group.withdrawn,
         )
 
     def run(

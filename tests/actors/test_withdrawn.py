@@ -1,0 +1,112 @@
+"""What nobody wants any more is not computed, and what others want is as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from strategy_gangs import LAYERS, Gangs, started_once
+from strategy_ranks import StrategyRanks, assert_near, job_of
+from torch import Tensor
+
+from csps.actors.csa import own_rows, owned_level
+from csps.actors.strategies import history, sp_tp_attention, ulysses
+from csps.actors.strategies.choice import strategy_of
+from csps.protocols.csa import ALL_QUERIES, CsaPlan
+from csps.protocols.messages import KvShare, PrefillJob, Span
+
+MODULES: tuple[ModuleType, ...] = (history, own_rows, owned_level, sp_tp_attention, ulysses)
+SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+LENGTHS = (5, 44, 3, 23)
+BOUNDS = (0, 15, 33, 60, 75)
+
+
+def plan(drop_ratio: float, **fields: Any) -> CsaPlan:
+    """Of three layers the one in the middle drops."""
+    whole = CsaPlan.uniform(
+        SERVERS, levels=3, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=2
+    )
+    return replace(whole, importance_window=8, sinks=1, tail=2, **fields)
+
+
+CASES: dict[str, tuple[str, CsaPlan | None]] = {
+    "ulysses": ("ulysses", None),
+    "gathered weights": ("gathered_weights", None),
+    "sp-tp": ("sp_tp", None),
+    "sp-tp, sparse": ("sp_tp", plan(0.5)),
+    "sp-tp, sparse by all": ("sp_tp", replace(plan(0.5), importance_window=ALL_QUERIES)),
+    "levels": ("csa", plan(0.0)),
+    "csa": ("csa", plan(0.5)),
+    "csa by all": ("csa", replace(plan(0.5), importance_window=ALL_QUERIES)),
+    "csa by itself": ("csa", plan(0.5, importance_layer="same")),
+    "csa, one by one": ("csa", plan(0.5, pipelined=False)),
+}
+
+
+class Work:
+    """Products of queries and keys in all calls of attention, of all ranks."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._counting = threading.Lock()
+
+    def counted(self, attention: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(q_thd: Tensor, k_thd: Tensor, *args: Any, **fields: Any) -> Any:
+            with self._counting:
+                self.done += q_thd.shape[0] * q_thd.shape[1] * k_thd.shape[0]
+            return attention(q_thd, k_thd, *args, **fields)
+
+        return counting
+
+
+@pytest.fixture(scope="module")
+def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
+    with started_once(tmp_path_factory) as started:
+        yield started
+
+
+def ran(gang: StrategyRanks, job: PrefillJob, withdrawn: tuple[int, ...]) -> tuple[Tensor, int]:
+    """All rows after the last layer, and the work that they took."""
+    work = Work()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in MODULES:
+            patch.setattr(module, "attention", work.counted(module.attention))
+        results = gang.run(job, strategy_of, withdrawn=withdrawn)
+    return torch.cat([result.x_td for result in results]), work.done
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_is_wanted_is_computed(gangs: Gangs, case: str) -> None:
+    strategy, csa = CASES[case]
+    gang = gangs("gqa", 4, 1)
+    shares = [
+        KvShare(instance=2, span=Span(start=0, stop=9)),
+        KvShare(instance=1, span=Span(start=9, stop=11)),
+    ]
+    job = job_of(
+        BOUNDS,
+        LENGTHS,
+        starts=[0, 11, 0, 0],
+        history=[(), shares, (), ()],
+        strategy=strategy,
+        csa=csa,
+    )
+    gang.hold_history(job, gang.forwards(job))
+    try:
+        whole, most = ran(gang, job, ())
+        first, left = ran(gang, job, (1, 2))
+        other, rest = ran(gang, job, (0, 3))
+    finally:
+        for engine in gang.engines:
+            engine.pool.free_request(1)
+    assert left + rest == most
+    assert 0 < left < rest, "the second piece is the longest"
+    assert first.isfinite().all()
+    assert other.isfinite().all()
+    for rows, x_td in ((slice(0, 5), first), (slice(52, 75), first), (slice(5, 52), other)):
+        assert_near(x_td[rows], whole[rows])
