@@ -13,7 +13,7 @@ from tiny_checkpoints import make_checkpoint
 # pytest's own limit.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("slow", UNTIMED, max_examples=ALL)
-settings.register_profile("quick", UNTIMED, max_examples=30)
+settings.register_profile("quick", UNTIMED, max_examples=20)
 settings.load_profile("quick")
 
 

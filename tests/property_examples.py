@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hypothesis import settings
 
+FEW = 6
+"""The least that a property is tried with, if it names no smaller number itself."""
 ALL = 100
 """Examples of the profile that runs all, for properties that name no number."""
 
@@ -13,4 +15,4 @@ def examples(count: int) -> int:
 
     Every run draws others, so that few in each are many over time.
     """
-    return max(min(count, 10), count * settings().max_examples // ALL)
+    return max(min(count, FEW), count * settings().max_examples // ALL)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gang_cell import GREEDY, Cell, Request, even_shares, job_of, prompt_of
-from gang_processes import process_cell
+from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 
 from csps.protocols.csa import CsaPlan, LayerGroup
@@ -43,7 +43,7 @@ def bad_jobs(it: Request) -> list[tuple[PrefillJob, str]]:
 
 
 async def test_a_job_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> None:
-    async with process_cell(tiny_llama, prefill=2, decode=1) as cell:
+    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
         cell.failures_expected = True
         for rid, (_, what) in enumerate(bad_jobs(request(1)), start=1):
             it = request(rid)

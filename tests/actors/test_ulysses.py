@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -193,8 +194,13 @@ def one_prompt(
     )
 
 
-@pytest.mark.parametrize("members", range(1, 9))
-@pytest.mark.parametrize("length", [1, 5, 40])
+def often(*values: int) -> list[Any]:
+    """Parameters of the slow tests alone."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 8, *often(4, 5, 6, 7)])
+@pytest.mark.parametrize("length", [1, 40, *often(5)])
 def test_fp32_and_bf16_keep_their_precision(members: int, length: int) -> None:
     """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
     case = one_prompt(length, members, 4, 2)

@@ -12,6 +12,8 @@ import httpx
 import pytest
 import yaml
 
+from csps.cli import main
+
 pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +21,7 @@ DEADLINE_S = 350
 
 
 def csps(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As a user types it."""
     return subprocess.run(
         [sys.executable, "-m", "csps.cli", *arguments],
         cwd=cwd,
@@ -55,12 +58,16 @@ def port() -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the commands run, those in this process, too: importing Ray takes others seconds."""
+    monkeypatch.chdir(tmp_path)
     yield tmp_path
-    csps("stop", cwd=tmp_path)
+    assert main(["stop"]) == 0
 
 
-def test_the_first_answer_is_right_and_the_server_stays(folder: Path, port: int) -> None:
+def test_the_first_answer_is_right_and_the_server_stays(
+    folder: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = ("--config", str(ROOT / "config.yaml"), "--port", str(port))
     served = csps("serve", *config, cwd=folder)
     assert served.returncode == 0, served.stdout + served.stderr
@@ -69,15 +76,16 @@ def test_the_first_answer_is_right_and_the_server_stays(folder: Path, port: int)
     url = f"http://127.0.0.1:{port}"
     assert httpx.get(f"{url}/health").is_success
 
-    elsewhere = csps("serve", *config[:-1], str(port + 1), cwd=folder)
-    assert elsewhere.returncode == 1
-    assert f"http_options.port {port}, which cannot become {port + 1}" in elsewhere.stderr
-    assert elsewhere.stderr.count("\n") == 1
+    assert main(["serve", *config[:-1], str(port + 1)]) == 1
+    refused = capsys.readouterr().err
+    assert f"http_options.port {port}, which cannot become {port + 1}" in refused
+    assert refused.count("\n") == 1
 
-    again = csps("demo", *config, cwd=folder)
-    assert "(right)" in again.stdout
+    assert main(["demo", *config]) == 0
+    assert "(right)" in capsys.readouterr().out
 
-    assert "stopped" in csps("stop", cwd=folder).stdout
+    assert main(["stop"]) == 0
+    assert "stopped" in capsys.readouterr().out
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert not (folder / "run" / "ray-token").exists()
@@ -95,14 +103,14 @@ def test_another_configuration_replaces_the_application(
         assert [model["id"] for model in models] == [name]
 
 
-def test_a_port_in_use_is_one_line_and_starts_nothing(folder: Path, port: int) -> None:
+def test_a_port_in_use_is_one_line_and_starts_nothing(
+    folder: Path, port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        refused = csps(
-            "serve", "--config", str(ROOT / "config.yaml"), "--port", str(port), cwd=folder
-        )
-    assert refused.returncode == 1
-    assert refused.stderr.count("\n") == 1
-    assert f"port {port}" in refused.stderr
+        assert main(["serve", "--config", str(ROOT / "config.yaml"), "--port", str(port)]) == 1
+    refused = capsys.readouterr().err
+    assert refused.count("\n") == 1
+    assert f"port {port}" in refused
     assert not (folder / "run").exists()

@@ -296,7 +296,7 @@ def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) 
 @pytest.mark.parametrize(
     ("gang", "rank"),
     [
-        ("DecodeGang", 0),
+        pytest.param("DecodeGang", 0, marks=pytest.mark.slow),
         pytest.param("DecodeGang", 1, marks=pytest.mark.slow),
         pytest.param("PrefillGang", 0, marks=pytest.mark.slow),
         pytest.param("PrefillGang", 1, marks=pytest.mark.slow),

@@ -82,7 +82,7 @@ async def used_slots(cell: Cell) -> set[int]:
 
 
 async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
-    settings: Settings,
+    settings: Settings, rank_threads: None
 ) -> None:
     async with open_cell(settings) as cell:
         seconds = await measure_step(cell, StepRun(sp=2, tokens=41, chunks=3, batch=2))
@@ -91,18 +91,20 @@ async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
         assert await used_slots(cell) == {0}
         assert await measure_iterations(cell, DecodeRun(sp=2, context=37, batch=3), 8) > 0
         assert await used_slots(cell) == {0}
-        processes = [it.pid for it in (*cell.prefill.descriptions, *cell.decode.descriptions)]
-    assert len(set(processes)) == 4
-    for pid in processes:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
 
 
 async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Settings) -> None:
+    """Ranks are processes of their own, and none of them stays."""
     async with open_cell(settings) as cell:
-        os.kill(cell.prefill.descriptions[1].pid, signal.SIGKILL)
+        assert len(await measure_step(cell, StepRun(sp=2, tokens=64))) == 1
+        processes = [it.pid for it in (*cell.prefill.descriptions, *cell.decode.descriptions)]
+        assert len({*processes, os.getpid()}) == 5
+        os.kill(processes[1], signal.SIGKILL)
         with pytest.raises(FaultError, match="rank 1 of prefill gang"):
             await measure_step(cell, StepRun(sp=2, tokens=64))
+    for pid in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_the_command_measures_fits_and_does_not_measure_again(

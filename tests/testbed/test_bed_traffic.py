@@ -6,7 +6,7 @@ import os
 
 import pytest
 from testbed import iproute
-from testbed.check import measure, round_trip_s
+from testbed.check import Throughput, measure, round_trip_s
 from testbed.link import Link
 from testbed.network import Testbed, two_servers
 
@@ -19,11 +19,19 @@ HEADERS = 0.1
 """More than TCP/IP headers, acknowledgements, the rendezvous and control take."""
 
 
-def test_an_exchange_across_is_counted_between_the_servers(bed: Testbed) -> None:
-    here, there = bed.servers
-    result = measure(bed, here, there, MEGABYTES, ROUNDS)
-    assert PAYLOAD < result.between_bytes < PAYLOAD * (1 + HEADERS)
-    assert result.inside_bytes < PAYLOAD * HEADERS
+@pytest.fixture(scope="module")
+def across(bed: Testbed) -> Throughput:
+    """Over a link without a rate."""
+    bed.set_rate(None)
+    try:
+        return measure(bed, *bed.servers, MEGABYTES, ROUNDS)
+    finally:
+        bed.set_rate(800e6)
+
+
+def test_an_exchange_across_is_counted_between_the_servers(across: Throughput) -> None:
+    assert PAYLOAD < across.between_bytes < PAYLOAD * (1 + HEADERS)
+    assert across.inside_bytes < PAYLOAD * HEADERS
 
 
 def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
@@ -33,14 +41,13 @@ def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
     assert result.between_bytes < PAYLOAD * HEADERS
 
 
-def test_the_link_is_as_slow_as_asked_for(bed: Testbed) -> None:
+def test_the_link_is_as_slow_as_asked_for(bed: Testbed, across: Throughput) -> None:
     """Never faster, whatever else the machine does; how slow it may get depends on that."""
-    here, there = bed.servers
+    assert across.gb_per_s > 2 * 40e6 / 8 / 1e9
     bed.set_rate(40e6)
     try:
-        assert measure(bed, here, there, MEGABYTES, ROUNDS).gb_per_s < 1.15 * 40e6 / 8 / 1e9
-        bed.set_rate(None)
-        assert measure(bed, here, there, MEGABYTES, ROUNDS).gb_per_s > 2 * 40e6 / 8 / 1e9
+        slow = measure(bed, *bed.servers, MEGABYTES, ROUNDS)
+        assert slow.gb_per_s < 1.15 * 40e6 / 8 / 1e9
     finally:
         bed.set_rate(800e6)
 

@@ -12,7 +12,7 @@ from testbed.network import Testbed
 
 from csps.models.spec import read_spec
 
-pytestmark = pytest.mark.testbed
+pytestmark = [pytest.mark.testbed, pytest.mark.slow]
 
 TOKENS, FLOAT_BYTES = 256, 4
 
