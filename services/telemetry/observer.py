@@ -40,7 +40,7 @@ class Observer(Protocol):
         """A gang is gone with all it held."""
 
     def cluster_ready(self, epoch: str) -> None:
-        """Both gangs are attached and linked."""
+        """All gangs are attached and linked."""
 
 
 class NoObserver:

@@ -117,7 +117,7 @@ class Deployed:
         wait_ready(self.config, self.head, say=print, deadline_s=DEADLINE_S)
 
     def assert_all_slots_free(self) -> None:
-        """Every rank of both gangs comes to hold nothing; asked of the ranks themselves.
+        """Every rank of all gangs comes to hold nothing; asked of the ranks themselves.
 
         A gang that has just lost a rank is still being replaced, perhaps by one that listens
         elsewhere: whoever does not answer is looked up again.
@@ -154,7 +154,7 @@ class Deployed:
             timeout=DEADLINE_S,
         )
         view = json.loads(done.stdout.splitlines()[-1])
-        gangs = (view["prefill"], view["decode"])
+        gangs = [gang for gang in view.values() if gang is not None]
         return [(rank["host"], rank["port"]) for gang in gangs for rank in gang["ranks"]]
 
 

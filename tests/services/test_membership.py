@@ -45,6 +45,15 @@ def test_a_gang_counts_once_it_is_complete(order: tuple[int, ...]) -> None:
     assert membership.view.decode is None
 
 
+def test_gangs_of_all_roles_stand_beside_each_other() -> None:
+    """Also while a cell is redeployed with an elastic gang in place of a pair."""
+    membership = Membership()
+    for gang, role in (("a", "prefill"), ("b", "decode"), ("c", "elastic")):
+        assert membership.join(member(gang, 0, role=role, size=1), 0.0)  # type: ignore[arg-type]
+    view = membership.view
+    assert [it.gang_id for it in (view.prefill, view.decode, view.elastic) if it] == ["a", "b", "c"]
+
+
 def test_registering_again_changes_nothing() -> None:
     membership = Membership()
     join(membership, "a")
