@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed, token_drawn
+from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
@@ -42,7 +43,6 @@ from csps.actors.request_book import RequestBook
 from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies import parts
-from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries

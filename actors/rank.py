@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from csps.actors.decode import DecodeLoop
+from csps.actors.engine.choice import check_job
 from csps.actors.engine.engine import Engine
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
@@ -30,7 +31,6 @@ from csps.actors.mesh import GroupMaker, HostedStore, InstanceGroup, Mesh, Store
 from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.prefill import PrefillLoop
 from csps.actors.rpc_thread import RpcThread
-from csps.actors.strategies.choice import check_job
 from csps.models.checkpoint import open_checkpoint
 from csps.models.loading import read_network
 from csps.protocols import schema

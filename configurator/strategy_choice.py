@@ -32,7 +32,7 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.group_shape import GroupShape
 
 Strategy = Literal["ulysses", "gathered_weights", "csa", "sp_tp"]
-"""By the engine's names (`actors/strategies/choice.py`)."""
+"""By the engine's names (`actors/engine/choice.py`)."""
 
 ROUNDING = 1e-9
 """Costs that differ by less, relatively, are equal."""

@@ -15,7 +15,7 @@ from csps.protocols.csa_settings import Architecture, CsaSettings
 Attention = Literal["auto", "exact", "csa"]
 
 ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
-"""Sparse attention's architectures as `actors/strategies/choice.py` names them."""
+"""Sparse attention's architectures as `actors/engine/choice.py` names them."""
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
 RIDE = "ride"
@@ -65,7 +65,7 @@ class Plan:
 
     attention: Literal["exact", "csa"] = "exact"
     strategy: str = EXACT
-    """By the engine's names (`actors/strategies/choice.py`)."""
+    """By the engine's names (`actors/engine/choice.py`)."""
     csa: CsaPlan | None = None
     """With attention "csa"; and, with one exact level, for exact SP-TP, which needs to know where
     its group stands."""
@@ -98,7 +98,7 @@ class StrategyQuestions:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """A strategy by the engine's name (`actors/strategies/choice.py`), and why, for people."""
+    """A strategy by the engine's name (`actors/engine/choice.py`), and why, for people."""
 
     strategy: str
     reason: str

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rank_world import RankWorld
 from torch import Tensor
 
-from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
+from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span

@@ -26,6 +26,14 @@ ROOMS: dict[str, set[str]] = {
 }
 """Other rooms that a room may import."""
 
+FOLDERS: dict[str, set[str]] = {
+    "levels": set(),
+    "collectives": set(),
+    "strategies": {"levels", "collectives", "engine"},
+    "csa": {"levels", "strategies"},
+}
+"""Folders of `actors` that one of them may import; of strategies only who chooses knows all."""
+
 TENSORS = {"torch", "numpy", "safetensors"}
 LIBRARIES: dict[str, set[str] | None] = {
     "protocols": {"msgpack", "msgspec", "pydantic", "pydantic_core", "opentelemetry", "uvloop"},
@@ -50,6 +58,19 @@ def test_a_room_imports_only_what_the_map_allows(room: str) -> None:
         for path in sorted((ROOT / room).rglob("*.py"))
         for line, name in imports(path)
         if not allowed(room, name)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_strategies_import_each_other_in_one_direction(folder: str) -> None:
+    folders = {path.name for path in (ROOT / "actors").iterdir() if path.is_dir()}
+    others = folders - {folder, *FOLDERS[folder]}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sorted((ROOT / "actors" / folder).rglob("*.py"))
+        for line, name in imports(path)
+        if any(name.startswith(f"csps.actors.{other}.") for other in others)
     ]
     assert not wrong
 

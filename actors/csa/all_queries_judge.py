@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.judge import LayerAttention, Tally
 from csps.actors.csa.kept_rows import KeptRows
 from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.routes import Parcel, SegmentRoutes
+from csps.actors.levels.geometry import Part
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup
 from csps.actors.transfers import Label, Transfers

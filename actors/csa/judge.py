@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.kept_rows import KeptRows
 from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.returns import Running
+from csps.actors.levels.geometry import Part
 from csps.actors.transfers import Transfers
 
 

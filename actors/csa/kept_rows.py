@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.routes import Block, Kind
+from csps.actors.levels.geometry import Part
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.kept_rows import KeptRows
 from csps.actors.csa.returns import Running
 from csps.actors.csa.routes import Kind, Routes
+from csps.actors.levels.geometry import Part
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into, nothing_seen
 from csps.protocols.even_share import even_share

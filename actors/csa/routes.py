@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal
 
-from csps.actors.csa.geometry import LevelGeometry, Part, SegmentGeometry, Sight
+from csps.actors.levels.geometry import LevelGeometry, Part, SegmentGeometry, Sight
 from csps.actors.strategies.group import HeadSplit
 from csps.protocols.even_share import even_share
 

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from csps.actors.csa.all_queries_judge import AllQueriesJudge
 from csps.actors.csa.first_exchange import FirstAllToAll
-from csps.actors.csa.geometry import LevelGeometry, Part, spanning_parts
 from csps.actors.csa.judge import Judge, LayerAttention
 from csps.actors.csa.kept import nested_order
 from csps.actors.csa.kept_rows import KeptOrder, KeptRows
@@ -38,9 +37,10 @@ from csps.actors.csa.own_rows import OwnRows, attend_own_levels
 from csps.actors.csa.owned_level import OwnedLevel
 from csps.actors.csa.returns import Returns
 from csps.actors.csa.routes import HeadCounts, Routes
-from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.csa.window_judge import WindowJudge
 from csps.actors.kv_pool import KvPool
+from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
+from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.history import History, HistoryMember, through
 from csps.actors.strategies.strategy import Keep

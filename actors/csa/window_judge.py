@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.judge import LayerAttention, Tally
 from csps.actors.csa.kept_rows import KeptRows
+from csps.actors.levels.geometry import Part
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup
 from csps.actors.transfers import Label, Transfer, Transfers

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from csps.actors.csa.geometry import LevelGeometry
+from csps.actors.levels.geometry import LevelGeometry
 from csps.actors.strategies.query_blocks import block_count
 from csps.models.spec import ModelSpec
 from csps.protocols.csa import CsaPlan

@@ -28,9 +28,9 @@ from csps.actors.collectives.row_gather import RowGather, all_gather
 from csps.actors.collectives.row_reduce import RowReduce
 from csps.actors.collectives.row_shards import RowPart
 from csps.actors.collectives.row_tree import flat_tree, server_tree
-from csps.actors.csa.geometry import LevelGeometry, spanning_parts
-from csps.actors.csa.schedule import DropSchedule
 from csps.actors.engine.engine import Engine
+from csps.actors.levels.geometry import LevelGeometry, spanning_parts
+from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
 from csps.actors.strategies.history import History, HistoryMember, through
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards

@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from csps.actors.csa.geometry import LevelGeometry, Part
-from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
+from csps.actors.levels.geometry import LevelGeometry, Part
+from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.kernels.selection import gather_kept, select
 from csps.protocols.messages import PrefillPiece
 

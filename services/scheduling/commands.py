@@ -65,7 +65,7 @@ class RunStep(Command, frozen=True, tag="run_step"):
     history: tuple[tuple[Share, ...], ...]
     """Of each piece: where the KV of its sequence's earlier chunks lies."""
     strategy: str
-    """By the engine's names (`actors/strategies/choice.py`)."""
+    """By the engine's names (`actors/engine/choice.py`)."""
     cls: str
     """Of all pieces; the executor elaborates levels and micro-partitions for this very group."""
     urgent: bool

@@ -15,8 +15,8 @@ from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
 from strategy_ranks import RankResult, StrategyRanks, job_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
-from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Strategy

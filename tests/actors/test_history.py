@@ -14,7 +14,7 @@ from property_examples import examples
 from strategy_gangs import LAYERS, Gangs, started_once
 from strategy_ranks import StrategyRanks, job_of
 
-from csps.actors.strategies.choice import strategy_of
+from csps.actors.engine.choice import strategy_of
 from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 from csps.protocols.topology import Topology

@@ -18,8 +18,8 @@ from strategy_ranks import StrategyRanks, job_of
 from test_history import jobs
 from torch import Tensor
 
+from csps.actors.engine.choice import strategy_of
 from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.choice import strategy_of
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
 from csps.protocols.messages import PrefillJob
 

@@ -12,9 +12,9 @@ from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
-from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.engine import Engine
+from csps.actors.levels.schedule import DropSchedule
 from csps.actors.mesh import InstanceGroup
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup

@@ -15,8 +15,8 @@ from strategy_ranks import StrategyRanks, assert_near, job_of
 from torch import Tensor
 
 from csps.actors.csa import own_rows, owned_level
+from csps.actors.engine.choice import strategy_of
 from csps.actors.strategies import history, sp_tp_attention, ulysses
-from csps.actors.strategies.choice import strategy_of
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.actors.csa.geometry import Part
 from csps.actors.csa.kept import nested_order
-from csps.actors.csa.schedule import DropSchedule, always_kept, kept_counts
+from csps.actors.levels.geometry import Part
+from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.messages import PrefillPiece
 

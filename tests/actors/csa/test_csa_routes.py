@@ -10,9 +10,9 @@ from csa_jobs import CsaCase, cases
 from hypothesis import given, settings
 from property_examples import examples
 
-from csps.actors.csa.geometry import LevelGeometry, spanning_parts
 from csps.actors.csa.routes import HeadCounts, Kind, Routes, SegmentRoutes
-from csps.actors.csa.schedule import kept_counts
+from csps.actors.levels.geometry import LevelGeometry, spanning_parts
+from csps.actors.levels.schedule import kept_counts
 from csps.protocols.csa import CsaPlan, LayerGroup
 
 several = settings(max_examples=examples(150))

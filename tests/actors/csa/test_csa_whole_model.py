@@ -13,9 +13,9 @@ from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strate
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
-from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.engine import Engine
+from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 

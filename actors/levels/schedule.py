@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from csps.actors.csa.geometry import Part
+from csps.actors.levels.geometry import Part
 from csps.protocols.csa import CsaPlan, kept_tokens
 from csps.protocols.messages import PrefillPiece
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from csps.actors.csa.schedule import DropSchedule
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.engine import Engine
+from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.actors.csa.geometry import LevelGeometry, Part, spanning_parts
+from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
 from csps.protocols.messages import PrefillPiece
 from csps.protocols.topology import Topology
 
