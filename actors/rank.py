@@ -94,7 +94,7 @@ class RankConfig:
     """Rack-Server-GPU id."""
     max_positions: int | None = None
     """Limit of prompt and answer; None takes the checkpoint's."""
-    kv_in_flight_bytes: int = 64 * 2**20
+    kv_in_flight_bytes: int = 32 * 2**20
     """Host memory for KV on its way to or from another gang."""
     kv_checksum: float = 0.0
     """Share of messages of KV whose bytes are compared where they land, 0 to 1."""

@@ -75,6 +75,8 @@ class GangPlan:
     instances: int
     tp: int = 1
     kv_slots: int = 4096
+    kv_in_flight_bytes: int = 2**20
+    kv_checksum: float = 0.0
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
 
     def rank_fields(self, rank: int) -> dict[str, Any]:
@@ -88,6 +90,8 @@ class GangPlan:
             "gang_id": self.gang_id,
             "location": f"0-0-{rank}",
             "kv_slots": self.kv_slots,
+            "kv_in_flight_bytes": self.kv_in_flight_bytes,
+            "kv_checksum": self.kv_checksum,
         }
 
 

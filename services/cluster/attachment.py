@@ -323,12 +323,12 @@ class Cluster:
         self._links += 1
         epoch = f"{self.generation}.{self._links}"
         if prefill is not decode:
-            await self._connect_bridge(prefill, decode, epoch)
+            await self._connect_gangs(prefill, decode, epoch)
         if prefill.lost.done() or decode.lost.done():
             raise GangLost("a gang was lost while it was linked")
         self._declare_ready(KvLink(prefill=prefill, decode=decode, epoch=epoch))
 
-    async def _connect_bridge(self, prefill: GangClient, decode: GangClient, epoch: str) -> None:
+    async def _connect_gangs(self, prefill: GangClient, decode: GangClient, epoch: str) -> None:
         _check_agree(prefill, decode)
         message = pack(_link_message(prefill, decode, epoch))
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"

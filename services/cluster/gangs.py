@@ -109,6 +109,8 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         host=host,
         location=location(role, settings, gang.rank),
         max_positions=settings.max_positions,
+        kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
+        kv_checksum=settings.kv_transfer.checksum,
     )
 
 

@@ -34,11 +34,14 @@ class MemoryNeed:
     starts with less, and would be killed on the way to its full load."""
     activations: int = 0
     """Of a prompt that fills the prefill slots."""
+    kv_transfer: int = 0
+    """For KV on its way between gangs."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.processes + self.weights + self.kv_cache + self.activations
+        lasting = self.processes + self.weights + self.kv_cache
+        return lasting + self.activations + self.kv_transfer
 
     @property
     def processes(self) -> int:
@@ -51,7 +54,8 @@ class MemoryNeed:
         return (
             f"Ray and {self.ranks} ranks {self.processes / GIB:.1f}, "
             f"weights {self.weights / GIB:.1f}, KV cache {self.kv_cache / GIB:.1f}, "
-            f"activations {self.activations / GIB:.1f}"
+            f"activations {self.activations / GIB:.1f}, "
+            f"KV on its way {self.kv_transfer / GIB:.1f}"
         )
 
     def __add__(self, other: MemoryNeed) -> MemoryNeed:
@@ -60,6 +64,7 @@ class MemoryNeed:
             weights=self.weights + other.weights,
             kv_cache=self.kv_cache + other.kv_cache,
             activations=self.activations + other.activations,
+            kv_transfer=self.kv_transfer + other.kv_transfer,
         )
 
 
@@ -80,8 +85,10 @@ def memory_need(settings: Settings, *, ray_runs: bool = False) -> MemoryNeed:
 
 def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
     section = settings.gangs[role]
+    kv_transfer = 0 if role == "elastic" else section.ranks * settings.kv_transfer.in_flight_bytes
     if resolve_device(settings.device, section.num_gpus) != "cpu":
-        return MemoryNeed(ranks=section.ranks)  # the rest lies in the GPUs' own memory
+        # The rest lies in the GPUs' own memory.
+        return MemoryNeed(ranks=section.ranks, kv_transfer=kv_transfer)
     number_bytes = DTYPE_BYTES[settings.dtype]
     slots_bytes = section.ranks * section.kv_slots * number_bytes
     spec = read_spec(settings.model_dir)
@@ -90,6 +97,7 @@ def _gang_need(role: GangRole, settings: Settings) -> MemoryNeed:
         weights=section.ranks * rank_parameters(role, settings) * number_bytes,
         kv_cache=slots_bytes * _kv_numbers(spec, section.tp),
         activations=slots_bytes * _row_numbers(spec, section.tp) if role != "decode" else 0,
+        kv_transfer=kv_transfer,
     )
 
 

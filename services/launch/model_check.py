@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from csps.actors.kv_transfer.header import entry_bytes
 from csps.models.chat_template import read_chat_template
 from csps.models.loading import count_parameters
-from csps.models.spec import read_spec
+from csps.models.spec import read_spec, share_of
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_members import GangRole
@@ -32,6 +35,21 @@ def check_model(settings: Settings) -> None:
         count_parameters(settings.model_dir)
     for role in settings.gangs:
         rank_parameters(role, settings)
+    if len(settings.gangs) > 1:
+        _check_in_flight(settings)
+
+
+def _check_in_flight(settings: Settings) -> None:
+    """What a rank may have on its way to each rank of the other gang has room for one token."""
+    spec, dtype = read_spec(settings.model_dir), getattr(torch, settings.dtype)
+    heads = min(len(share_of(spec, 0, gang.tp).kv_heads) for gang in settings.gangs.values())
+    token_bytes = heads * entry_bytes(dtype, spec.head_dim)
+    peers = max(gang.ranks for gang in settings.gangs.values())
+    if settings.kv_transfer.in_flight_bytes // peers < token_bytes:
+        raise ConfigError(
+            f"kv_transfer.in_flight_mib: {peers} ranks share it, and {token_bytes} bytes are the "
+            "KV of one token in one layer"
+        )
 
 
 def rank_parameters(role: GangRole, settings: Settings) -> int:

@@ -116,6 +116,22 @@ class SchedulingSettings(Section):
         return self
 
 
+class KvTransferSettings(Section):
+    """How KV goes from prefill to decode ranks."""
+
+    in_flight_mib: Count = 32
+    """Host memory of a rank for KV on its way to or from the other gang. Its peers share it: with
+    many ranks, or on a fast network that takes long to answer, more of it keeps links busy."""
+    checksum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of messages whose bytes are compared where they land: 1 for hardware that is in doubt.
+    A difference fails the attempt, which is repeated. None by default: TCP has checksums."""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """`in_flight_mib` in bytes."""
+        return self.in_flight_mib * 2**20
+
+
 class DeadlineSettings(Section):
     """How long a request's ways inside the cell may take. What has to be transferred counts: a
     deadline is a base, and so much more for every thousand tokens of the prompt."""
@@ -221,6 +237,7 @@ class Settings(Section):
     queue: QueueSettings = QueueSettings()
     http: HttpSettings = HttpSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
+    kv_transfer: KvTransferSettings = KvTransferSettings()
     topology: TopologySettings = TopologySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -184,6 +184,8 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             threads=section.threads,
             location=f"0-0-{first + rank}",
             max_positions=settings.max_positions,
+            kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
+            kv_checksum=settings.kv_transfer.checksum,
         )
         for rank in range(section.ranks)
     ]

@@ -63,6 +63,23 @@ def test_weights_and_kv_are_what_ranks_allocate(
     assert need.kv_cache == 3 * tp * prefill[1] + 2 * decode[1]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_rank_has_its_share_of_host_memory_for_kv_on_its_way(
+    tiny_llama: Path, device: str
+) -> None:
+    """On GPUs too. An elastic gang sends none."""
+    gangs: dict[str, Any] = {
+        "prefill": {"instances": 3, "num_gpus": 1},
+        "decode": {"instances": 1, "tp": 2, "num_gpus": 1},
+    }
+    small, large = (
+        memory_need(settings(tiny_llama, device=device, kv_transfer={"in_flight_mib": it}, **gangs))
+        for it in (8, 108)
+    )
+    assert large.kv_transfer == 5 * 108 * 2**20
+    assert large.total - small.total == 5 * 100 * 2**20
+
+
 def test_activations_grow_with_the_prompt(tiny_llama: Path) -> None:
     short, long = (
         memory_need(settings(tiny_llama, prefill={"kv_slots": slots})) for slots in (1_000, 4_000)

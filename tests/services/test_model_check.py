@@ -105,3 +105,11 @@ def test_weights_that_are_cut_off(model_dir: Path, capsys: pytest.CaptureFixture
     path = model_dir / WEIGHTS
     path.write_bytes(path.read_bytes()[:-100])
     assert WEIGHTS in refusal("check-config", config_of(model_dir), capsys)
+
+
+def test_so_little_memory_for_kv_on_its_way_that_no_token_goes_through(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = {"prefill": {"instances": 9000}, "kv_transfer": {"in_flight_mib": 1}}
+    error = refusal("check-config", config_of(model_dir, **many), capsys)
+    assert "kv_transfer.in_flight_mib: 9000 ranks share it, and 258 bytes are the KV of" in error

@@ -1,0 +1,100 @@
+"""KV that was changed on its way is never decoded, where checksums are compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gang_cell import ANSWER_S, START_S, GangPlan, prompt_of
+from gang_threads import eventually, thread_gang
+from linked import linked
+from router_process import greedy, make_router
+from tiny_checkpoints import reference_tokens
+
+from csps.actors.kv_transfer.body import KvBody
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.header import KvHeader
+from csps.actors.mesh import Pending
+from csps.protocols.errors import TransferError
+from csps.protocols.gang_members import GangRole
+from csps.services.router.running import Running
+from csps.services.router.service import RequestService
+
+PROMPT = prompt_of(40, 1).tolist()
+WORDS = 6
+
+
+class Wire:
+    """Changes a bit of some messages, between what the sender has read and what arrives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.to_spoil = 0
+        """Messages that are still to be changed."""
+        self.spoilt: set[int] = set()
+        """Attempts of which one was."""
+        send = KvConnection.send
+
+        def changed(end: KvConnection, peer: int, header: KvHeader, body: KvBody) -> Pending:
+            if self.to_spoil and header.rid not in self.spoilt:
+                self.to_spoil -= 1
+                self.spoilt.add(header.rid)
+                body = replace(body, v=body.v.clone())
+                body.v.view(torch.int32).view(-1)[7] ^= 1 << 30
+            return send(end, peer, header, body)
+
+        monkeypatch.setattr(KvConnection, "send", changed)
+
+
+@asynccontextmanager
+async def served(model: Path, folder: Path) -> AsyncIterator[RequestService]:
+    def plan(role: GangRole) -> GangPlan:
+        return GangPlan(model_dir=str(model), role=role, instances=2, kv_checksum=1.0)
+
+    async with thread_gang(plan("prefill")) as prefill, thread_gang(plan("decode")) as decode:
+        cluster, service = make_router(prefill.members, decode.members, folder / "generations")
+        await service.start()
+        try:
+            await linked(cluster, START_S)
+            yield service
+            for gang in (prefill, decode):
+                for rank in gang.ranks:
+                    await eventually(lambda pool=rank.engine.pool: not pool.used)
+        finally:
+            await service.close(0.0)
+
+
+async def answer(running: Running) -> list[int]:
+    async with asyncio.timeout(ANSWER_S):
+        return [token.token async for token in running]
+
+
+async def test_an_attempt_whose_kv_was_changed_is_repeated(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(monkeypatch)
+    async with served(tiny_llama, tmp_path) as service:
+        wire.to_spoil = 2
+        assert await answer(greedy(service, PROMPT, WORDS)) == reference_tokens(
+            tiny_llama, PROMPT, WORDS
+        )
+        assert len(wire.spoilt) == 2
+
+
+async def test_a_request_whose_kv_is_changed_every_time_fails(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(monkeypatch)
+    async with served(tiny_llama, tmp_path) as service:
+        wire.to_spoil = 1000
+        with pytest.raises(TransferError, match="was changed on its way"):
+            await answer(greedy(service, PROMPT, WORDS))
+        assert len(wire.spoilt) == 3
+        wire.to_spoil = 0
+        assert await answer(greedy(service, PROMPT, WORDS)) == reference_tokens(
+            tiny_llama, PROMPT, WORDS
+        )
