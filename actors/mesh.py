@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
+from csps.actors.launch_order import LaunchOrder
+
 _log = logging.getLogger(__name__)
 
 JOIN_DEADLINE = timedelta(seconds=60)
@@ -39,6 +41,8 @@ ABORT_DEADLINE = timedelta(seconds=20)
 """For NCCL to give up what is under way. It may hang in this itself, and then the process ends."""
 IDLE = timedelta(days=365)
 """For loops that wait for work; they end when the peer dies or the group is closed."""
+LAUNCH_ORDER_SINCE = (2, 26)
+"""NCCL's first version that keeps one order over all communicators of a device."""
 ABORT_HANGS = 70
 """Exit status of a process that ends so."""
 _CLOSE_PROBE = timedelta(milliseconds=1)
@@ -238,6 +242,7 @@ class Mesh:
 
     Args:
         data_group: stands in for NCCL on another device; exchanges are then grouped as there.
+        launches: shared by all groups of a device.
     """
 
     def __init__(
@@ -250,8 +255,10 @@ class Mesh:
         device: str,
         host: str,
         data_group: GroupMaker | None = None,
+        launches: LaunchOrder | None = None,
     ) -> None:
         self.rank = rank
+        self._launches = launches or LaunchOrder()
         self.world_size = world_size
         self.bytes_sent = [0] * world_size
         """By peer, since the mesh exists: read the difference."""
@@ -283,12 +290,14 @@ class Mesh:
     @_with_peer()
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
+        self._launches.check()
         self._count(peer, tensor)
         return self._alone(tensor, self._group_of(tensor).send([tensor], peer, tag))
 
     @_with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
+        self._launches.check()
         return self._alone(tensor, self._group_of(tensor).recv([tensor], peer, tag))
 
     def _alone(self, tensor: Tensor, work: Work) -> Pending:
@@ -323,6 +332,7 @@ class Mesh:
         tag: Tag,
     ) -> GeneratedResponse:
         """`exchange` for those who use what has arrived before their own tensors are gone."""
+        self._launches.check()
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
         recvs = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
         for peer, tensor in sends:
@@ -384,11 +394,13 @@ class InstanceGroup:
         device: str,
         host: str,
         data_group: GroupMaker | None = None,
+        launches: LaunchOrder | None = None,
     ) -> None:
         """
         Args:
-            data_group: as a mesh's.
+            data_group, launches: as a mesh's.
         """
+        self._launches = launches or LaunchOrder()
         self.rank, self.size = rank, size
         cuda = torch.device(device).type == "cuda"
         self._in_order = cuda or data_group is not None
@@ -402,6 +414,7 @@ class InstanceGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over the instance, in place."""
+        self._launches.check()
         if self._group is not None and tensor.numel():
             with _with_peer():
                 work = self._group.allreduce([tensor])
@@ -432,8 +445,12 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Group:
 
 def _nccl(store: Store, rank: int, size: int, host: str) -> Group:
     # Gang and instance share a device: their kernels run in the order of the host's calls, which
-    # is the same on every rank. Without this each stream has an order of its own, and two ranks
-    # that run the two communicators' kernels in different ones wait for each other.
+    # is the same on every rank (`LaunchOrder`). Without this each stream has an order of its own,
+    # and two ranks that run the two communicators' kernels in different ones wait for each other.
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if version < LAUNCH_ORDER_SINCE:
+        wanted = ".".join(map(str, LAUNCH_ORDER_SINCE))
+        raise RuntimeError(f"NCCL {'.'.join(map(str, version))} is older than {wanted}")
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = DEVICE_DEADLINE

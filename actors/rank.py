@@ -26,6 +26,7 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.launch_order import LaunchOrder
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
 from csps.actors.model_fingerprint import model_fingerprint
@@ -118,6 +119,7 @@ class Rank:
         self.config = config
         self._hosted = store
         self._data_group = data_group
+        self._launches = LaunchOrder()
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._rpc = RpcThread(self._handlers(), secret=secret, on_disconnect=self._router_gone)
         self._fence = Fence()
@@ -152,6 +154,7 @@ class Rank:
             device=config.device,
             host=config.host,
             data_group=self._data_group,
+            launches=self._launches,
         )
         self._groups.append(instance)
         mesh = Mesh(
@@ -162,6 +165,7 @@ class Rank:
             device=config.device,
             host=config.host,
             data_group=self._data_group,
+            launches=self._launches,
         )
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)
@@ -233,6 +237,8 @@ class Rank:
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
         def run() -> None:
+            if self.config.role != "elastic":  # whose two loops are two threads
+                self._launches.take()
             try:
                 body()
             except BaseException as exc:

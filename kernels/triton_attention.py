@@ -82,7 +82,17 @@ def _attend(acc, total, peak, q_tile, q_position, k, v, k_positions, length, beg
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["q_tokens", "k_tokens", "sequences", "splits"],
+    do_not_specialize_on_alignment=[
+        "q_positions",
+        "k_positions",
+        "least",
+        "most",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+    ],
+)
 def _attention_kernel(q, k, v, q_positions, k_positions, least, most, cu_seqlens_q, cu_seqlens_k,
                       out, lse, q_tokens, k_tokens, sequences, splits, scale_log2,
                       stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,

@@ -5,6 +5,9 @@ Sequence i owns the block slots from cu_seqlens[i] // BLOCK + i up to the next o
 than it needs, so the grid follows from the token count alone and the host need not wait for the
 lengths. A program finds its sequence by bisection; a few slots stay empty.
 
+Kernels are compiled for no length: the compiler is told to look neither at how many tokens there
+are nor at where a slice of them begins, or a server would compile for seconds in mid-decode.
+
 Masked blocks are skipped by each block's least and most position. They hold in any order of
 positions; with ascending ones, what remains is exactly the staircase.
 """
@@ -68,7 +71,10 @@ def load_tile(base, stride, rows, BOUNDED: tl.constexpr, ROWS: tl.constexpr,
     return tile
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "sequences"],
+    do_not_specialize_on_alignment=["positions", "cu_seqlens", "least", "most"],
+)
 def _extremes_kernel(positions, cu_seqlens, least, most, tokens, sequences,
                      VARLEN: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     slot = tl.program_id(0)

@@ -61,7 +61,18 @@ def _add_columns(acc, k_tile, k_position, q, lse, q_positions, tokens, begin, en
     return acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["q_tokens", "k_tokens", "sequences"],
+    do_not_specialize_on_alignment=[
+        "lse",
+        "q_positions",
+        "k_positions",
+        "least",
+        "most",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+    ],
+)
 def _column_sums_kernel(q, k, lse, q_positions, k_positions, least, most, cu_seqlens_q,
                         cu_seqlens_k, sums, q_tokens, k_tokens, sequences, scale_log2,
                         stride_qt, stride_qh, stride_kt, stride_kh,

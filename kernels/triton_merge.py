@@ -11,7 +11,7 @@ from torch import Tensor
 ROWS = 4  # tokens of one head that a program merges: head dim x rows fills four warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "tokens"])
 def _merge_stacked_kernel(outs, lses, out, lse, parts, tokens, HEAD_DIM: tl.constexpr,
                           ROWS: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """outs (parts, tokens, heads, dim) and lses (parts, heads, tokens), both dense."""
@@ -41,7 +41,10 @@ def _merge_stacked_kernel(outs, lses, out, lse, parts, tokens, HEAD_DIM: tl.cons
     tl.store(lse + lse_row, tl.where(blind, float("-inf"), shift + tl.log(safe)), mask=used)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "stride_lh", "stride_lt", "stride_qh", "stride_qt", "stride_kh"],
+    do_not_specialize_on_alignment=["lse", "other_lse", "kept"],
+)
 def _merge_into_kernel(out, lse, other, other_lse, kept, rows, group,
                        stride_ot, stride_oh, stride_lh, stride_lt,
                        stride_pt, stride_ph, stride_qh, stride_qt, stride_kh,

@@ -25,7 +25,7 @@ def _load_ordered(values, start, tokens, BLOCK: tl.constexpr):
     return tl.where(token < tokens, ordered, -(2**40))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keep"], do_not_specialize_on_alignment=["values"])
 def _top_tokens_kernel(values, kept, tokens, keep, BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     values += head * tokens

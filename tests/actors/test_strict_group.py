@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from csps.actors import mesh as mesh_module
 from csps.actors.job_clock import JobClock
+from csps.actors.launch_order import LaunchOrder
 from csps.actors.mesh import ABORT_HANGS, ControlTag, InstanceGroup, Mesh, PeerLost, Tag
 from csps.actors.transfers import Label, Transfers
 
@@ -240,6 +241,23 @@ def test_an_instance_sums_by_the_same_rules() -> None:
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(run, range(2), timeout=60)) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_one_thread_begins_what_goes_through_a_devices_groups() -> None:
+    launches = LaunchOrder()
+    fields = {"rank": 0, "device": "cpu", "host": "127.0.0.1", "launches": launches}
+    mesh = Mesh(HashStore(), name="gang", world_size=1, **fields)  # type: ignore[arg-type]
+    group = InstanceGroup(HashStore(), name="tp", size=1, **fields)  # type: ignore[arg-type]
+    mesh.exchange([], [], Tag.ROWS)
+    with ThreadPoolExecutor(1) as engine:
+        engine.submit(launches.take).result(60)
+        engine.submit(mesh.exchange, [], [], Tag.ROWS).result(60)
+        engine.submit(group.all_reduce, torch.ones(1)).result(60)
+    with pytest.raises(AssertionError, match="beside the engine's"):
+        mesh.exchange([], [], Tag.ROWS)
+    with pytest.raises(AssertionError, match="beside the engine's"):
+        group.all_reduce(torch.ones(1))
+    mesh.close()
 
 
 def test_an_abort_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for Hopper and fits it, checked without a GPU."""
+"""Every Triton kernel compiles for Hopper and fits it, for no length anew; without a GPU."""
 
 from __future__ import annotations
 
@@ -11,20 +11,43 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = 227 * 1024  # bytes a block may have on sm_90
-PROGRAM = Path(__file__).with_name("compile_for_hopper.py")
+COMPILE, COUNT = (
+    Path(__file__).with_name(f"{name}.py") for name in ("compile_for_hopper", "count_variants")
+)
+
+
+def printed(program: Path, cache: Path) -> str:
+    """What a program prints that runs outside of the interpreter."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_no_kernel_is_compiled_anew_for_a_length(tmp_path: Path) -> None:
+    variants = json.loads(printed(COUNT, tmp_path))
+    assert variants == dict.fromkeys(
+        (
+            "_attention_kernel",
+            "_column_sums_kernel",
+            "_decode_kernel",
+            "_extremes_kernel",
+            "_merge_into_kernel",
+            "_merge_stacked_kernel",
+            "_top_tokens_kernel",
+        ),
+        1,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, PROGRAM], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = [json.loads(line) for line in printed(COMPILE, tmp_path).splitlines()]
     assert {k["kernel"] for k in kernels} == {
         "_attention_kernel",
         "_column_sums_kernel",
