@@ -267,8 +267,8 @@ class JoinBatch:
     first_token: int | None
     """None: it rides, and its first token comes as a row of `Tokens` like any other."""
     budget: int = 0
-    """Tokens that an iteration of the stream may compute, with riders (`iteration.fill`). The last
-    one that was told counts."""
+    """Tokens that an iteration of the stream may compute on each master, with riders
+    (`iteration.fill`). The last one that was told counts."""
 
 
 # --- to the router (notifications on the router's own connection) ---------------------------

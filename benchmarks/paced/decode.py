@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from csps.loadgen.simulator.cluster import ClusterModel
-from csps.loadgen.simulator.decode_batch import DECODES
 from csps.loadgen.simulator.slots import Slots
 from csps.protocols.iteration import RowState, fill
 from csps.protocols.messages import (
@@ -49,6 +48,11 @@ class _Row:
     def prefills(self) -> bool:
         """It rides, and its prompt is not computed."""
         return self.computed < self.prompt
+
+    @property
+    def state(self) -> RowState:
+        """For `fill`; all rows that decode are alike."""
+        return RowState(self.computed, self.prompt, self.prompt + 1, self.request.master)
 
 
 class PacedDecode:
@@ -153,21 +157,19 @@ class PacedDecode:
             return
         decoding = [it for it in self._batch.values() if not it.prefills]
         context = sum(row.context for row in decoding)
-        took_ns = self._cost.predict_ns(self._fill(len(decoding)), len(decoding), context)
+        took_ns = self._cost.predict_ns(self._fill(), len(decoding), context)
         self._timeline.at(self._timeline.now_ns + took_ns + self._gap_ns, self._end)
 
-    def _fill(self, decoding: int) -> list[list[tuple[int, int]]]:
+    def _fill(self) -> list[list[tuple[int, int]]]:
         """The next iteration's pieces of prompts, by master: (length, tokens before it)."""
-        riders = [it for it in self._batch.values() if it.prefills]
-        if not riders:
-            self._pieces = {}
+        self._pieces = {}
+        if not any(it.prefills for it in self._batch.values()):
             return []
-        states = [RowState(next=it.computed, prompt=it.prompt, stop=it.prompt) for it in riders]
-        lengths = fill([DECODES] * decoding + states, self._budget)[decoding:]
+        lengths = fill([it.state for it in self._batch.values()], self._budget)
         pieces: dict[int, list[tuple[int, int]]] = {}
-        for row, length in zip(riders, lengths, strict=True):
-            self._pieces[row.request.rid] = length
-            if length:
+        for (rid, row), length in zip(self._batch.items(), lengths, strict=True):
+            if row.prefills and length:
+                self._pieces[rid] = length
                 pieces.setdefault(row.request.master, []).append((length, row.computed))
         return list(pieces.values())
 
@@ -175,7 +177,7 @@ class PacedDecode:
         drawn: dict[int, list[TokenDrawn]] = {}
         for rid, row in self._batch.items():
             if row.prefills:
-                row.computed += self._pieces[rid]
+                row.computed += self._pieces.get(rid, 0)
                 if row.prefills:
                     continue
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,8 +18,13 @@ from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.iteration import RowState, fill
 from csps.services.scheduling.latency import FRACTION_BITS, DecodeCost, HybridCost
 
-DECODES = RowState(next=1, prompt=1, stop=2)
-"""Any row that decodes, to `fill`."""
+
+def states(rows: Iterable[Row]) -> list[RowState]:
+    """Of rows that take part in an iteration, for `fill`; all that decode are alike."""
+    return [
+        RowState(next=it.computed, prompt=it.prompt, stop=it.prompt + 1, master=it.master)
+        for it in rows
+    ]
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +44,7 @@ class Row:
     computed: int = 0
     """How many of them are."""
     master: int = 0
-    """Who computes them."""
+    """Who computes what it needs."""
 
     @property
     def prefills(self) -> bool:
@@ -265,10 +270,9 @@ class DecodeBatch:
 
     def _begin_filled(self) -> None:
         """One iteration, filled with pieces of prompts."""
-        riders = list(self._riders.values())
-        states = [RowState(next=it.computed, prompt=it.prompt, stop=it.prompt) for it in riders]
         batch = len(self._rows)
-        lengths = fill([DECODES] * batch + states, self._budget)[batch:]
+        riders = list(self._riders.values())
+        lengths = fill(states((*self._rows.values(), *riders)), self._budget)[batch:]
         self._pieces = [it for it in zip(riders, lengths, strict=True) if it[1]]
         by_master: dict[int, list[tuple[int, int]]] = {}
         for row, length in self._pieces:

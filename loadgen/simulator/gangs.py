@@ -263,6 +263,7 @@ class SimulatedGangs:
                 sequence=number,
                 context=sequence.prompt_tokens + 1,
                 tokens=sequence.tokens - 1,
+                master=index_of(sequence.master),
             )
             sequence.row = row
             self._batch.join(row)

@@ -88,7 +88,7 @@ class Ride(Command, frozen=True, tag="ride"):
     gang: GangId
     sequence: SequenceId
     budget: int
-    """Tokens that an iteration of the stream may compute from now on."""
+    """Tokens that an iteration of the stream may compute on each master from now on."""
 
 
 class Cancel(Command, frozen=True, tag="cancel"):

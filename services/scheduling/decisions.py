@@ -66,7 +66,7 @@ class Ride(Part, frozen=True, kw_only=True):
 
     placement: DecodePlacement
     budget: int
-    """Tokens that an iteration of the gang's stream may compute."""
+    """Tokens that an iteration of the gang's stream may compute on each master."""
 
 
 class Blocked(Part, frozen=True, kw_only=True):

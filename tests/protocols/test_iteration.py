@@ -55,6 +55,20 @@ def test_the_budget_is_spent_and_only_rows_that_decode_exceed_it(
             assert length == (row.next < row.stop)
 
 
+@settings(max_examples=examples(200))
+@given(
+    st.lists(st.tuples(row_states(), st.integers(0, 3)), max_size=12),
+    st.integers(0, 40),
+)
+def test_each_master_fills_its_own_budget(rows: list[tuple[RowState, int]], budget: int) -> None:
+    states = [row._replace(master=master) for row, master in rows]
+    lengths = fill(states, budget)
+    for master in range(4):
+        mine = [index for index, it in enumerate(states) if it.master == master]
+        alone = fill([states[index]._replace(master=0) for index in mine], budget)
+        assert [lengths[index] for index in mine] == alone
+
+
 @settings(max_examples=examples(300))
 @given(st.lists(row_states(), max_size=12), st.integers(1, 60))
 def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(

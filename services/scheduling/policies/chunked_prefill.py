@@ -1,13 +1,14 @@
 """Prompts in pieces beside the tokens that are drawn: Sarathi-Serve's chunked prefill.
 
 A request *rides*: it joins the stream of the gang that will decode it with nothing computed. Every
-iteration computes one token of each row that decodes and, with what that leaves of a budget of
-tokens, pieces of prompts, the oldest first (`protocols.iteration.fill`). No prefill stands between
-two tokens of an answer, however long its prompt.
+iteration computes one token of each row that decodes and, with what that leaves of the instance's
+budget, pieces of prompts whose answers will be drawn there, the oldest first
+(`protocols.iteration.fill`). No prefill stands between two tokens of an answer, however long its
+prompt.
 
 **Nobody starves.** Requests start strictly first come, first served, as soon as there are slots for
 prompt and answer, at most `max_batch` at a time. The budget is at least as large, so the oldest
-prompt of a stream gets a token or more of every iteration.
+prompt of an instance gets a token or more of every iteration.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ChunkedPrefillOptions:
     """What an iteration is filled with."""
 
     token_budget: int = 512
-    """Tokens that an iteration of a gang computes, those that are drawn included. A smaller one
-    makes iterations shorter and prompts slower."""
+    """Tokens that an iteration computes on each instance, for those that are drawn there included.
+    A smaller one makes iterations shorter and prompts slower."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "token_budget")

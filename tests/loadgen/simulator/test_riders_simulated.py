@@ -97,15 +97,10 @@ def test_a_row_that_decodes_waits_for_no_more_than_a_piece() -> None:
 
 
 def test_masters_work_side_by_side() -> None:
-    """Two prompts that fill an iteration between them take it half as long on two instances."""
-    arrivals = [Arrival(at_ns=0, prompt_tokens=BUDGET // 2, output_tokens=1)] * 2
+    """Two prompts that fill an iteration each take one on two instances, and two on one."""
+    arrivals = [Arrival(at_ns=0, prompt_tokens=BUDGET, output_tokens=1)] * 2
     ends = [run(arrivals, elastic(n)).outcomes[1].ttft_ns for n in (1, 2)]
-    half = (BUDGET // 2, 0)
-    assert ends == [
-        HYBRID.predict_ns([[half, half]], 0, 0),
-        HYBRID.predict_ns([[half], [half]], 0, 0),
-    ]
-    assert ends[1] == STEP.predict_ns(BUDGET // 2)
+    assert ends == [2 * alone_ns(BUDGET), alone_ns(BUDGET)]
 
 
 def test_one_at_a_time_is_lindleys_recursion_bit_for_bit() -> None:
