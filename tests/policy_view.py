@@ -10,6 +10,7 @@ from scheduler_cell import gang_up
 
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Decision, Policy, StartPlan
+from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import index_of
 from csps.services.scheduling.state import Gang, Line, Pair, Request, Step, new_gang
 
@@ -77,6 +78,7 @@ def _step(number: int, of: Gang, tokens: int, delayed: int) -> Step:
         launched_ns=0,
         undone={},
         delayed_ns=delayed * TOKEN_NS,
+        hold_up=HoldUp(0, tokens * TOKEN_NS),
     )
 
 

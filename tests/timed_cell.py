@@ -57,6 +57,7 @@ class Running:
     undone: list[int] = field(default_factory=list)
     delayed_ns: int = 0
     """Time of urgent steps on its instances since it was launched, added up over them."""
+    launched_ns: int = 0
     ended_ns: int = 0
 
 
@@ -96,6 +97,10 @@ class TimedCell:
             ev.LinkUp(prefill=1, decode=2),
         ]
 
+    def requests_of(self, step: Running) -> list[int]:
+        """Whose tokens a step computes, in its order."""
+        return [self._reserved[piece.sequence].request for piece in step.command.pieces]
+
     def predicted_ns(self, step: cmd.RunStep) -> int:
         """What the policy has reckoned with."""
         shape = GroupShape((len(step.group),))
@@ -130,7 +135,8 @@ class TimedCell:
             self._reserved[command.sequence] = command
         elif isinstance(command, cmd.RunStep):
             left_ns = max(1, round(self.predicted_ns(command) * self._measured))
-            self.steps[command.step] = Running(command, left_ns, list(command.group))
+            step = Running(command, left_ns, list(command.group), launched_ns=self.now_ns)
+            self.steps[command.step] = step
         elif isinstance(command, cmd.SetGroup):
             for sequence in command.joined:
                 tokens = self._reserved[sequence].output_tokens - 1

@@ -14,6 +14,7 @@ from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.events import Submitted, WireError
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.holdups import counters
 from csps.services.scheduling.ids import RequestId
 from csps.services.scheduling.limits import SECOND_NS, QueueLimits
 from csps.services.scheduling.queue import Queue
@@ -77,7 +78,7 @@ class Requests:
             waiting_since_ns=now_ns,
         )
         self.live[request.id] = request
-        self.admission.enter(request)
+        self._begin_to_wait(request)
         self.push(request)
         if event.deadline_ns is not None:
             self.later(request, event.deadline_ns, self._expire)
@@ -105,7 +106,11 @@ class Requests:
         """The request counts as waiting again; it is not in its line yet."""
         request.waiting, request.sequence = True, None
         request.waiting_since_ns = self._turn.now_ns
+        self._begin_to_wait(request)
+
+    def _begin_to_wait(self, request: Request) -> None:
         self.admission.enter(request)
+        request.held_before = counters(self._gangs.instances.values())
 
     def sort_again(self) -> None:
         """Gangs have come: fail whoever waits and is too large for them, and ask again who is

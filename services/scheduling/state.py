@@ -16,6 +16,7 @@ import msgspec
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.events import GangUp, InstanceUp
+from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 from csps.services.scheduling.ids import instance_id as numbered_instance
 from csps.services.scheduling.timers import Timer
@@ -50,6 +51,8 @@ class Instance(Live, kw_only=True, eq=False):
     """Predicted time of those of them that are urgent."""
     overtaken_ns: int = 0
     """Predicted time of urgent steps that were given to it since it has long ones."""
+    held_ns: int = 0
+    """What urgent steps have cost long ones here, ever; predicted, then measured."""
     free_at_ns: int = 0
     """When the outstanding steps will have been computed, as predicted; may be in the past."""
     heard_ns: int = 0
@@ -115,6 +118,8 @@ class Request(Live, kw_only=True, eq=False):
     waiting_since_ns: int
     """When it was admitted, or came back after a fault."""
     line: Line = "long"
+    held_before: dict[InstanceId, int] = msgspec.field(default_factory=dict)
+    """`held_ns` of the instances when it began to wait (`holdups.py`)."""
     blocked_ns: int | None = None
     """Since when those that pass it are held against `overtaking_s`."""
     drawn: int = 0
@@ -185,6 +190,7 @@ class Step(Live, kw_only=True, eq=False):
     """All steps of its plan, if there are others: a later chunk reads the KV of this one."""
     delayed_ns: int = 0
     """What urgent steps on its instances have cost it, or will: predicted, then measured."""
+    hold_up: HoldUp = HoldUp()
     charged: dict[InstanceId, tuple[Step, ...]] = msgspec.field(default_factory=dict)
     """The steps that this one delays, if it is urgent."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from csps.services.scheduling.holdups import hold_up
 from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.ledger import Ledger
 from csps.services.scheduling.state import Gang, Instance, Sequence, Step
@@ -23,6 +24,12 @@ class Steps:
         for sequence in step.sequences:
             sequence.computing += 1
         begin_ns = max([self._turn.now_ns, *(it.free_at_ns for it in instances)])
+        if not step.urgent:
+            oldest = step.sequences[0].request
+            since_ns = oldest.waiting_since_ns
+            step.hold_up = hold_up(
+                oldest.held_before, since_ns, instances, begin_ns, step.predicted_ns
+            )
         for instance in instances:
             if step.urgent:
                 self._overtake(step, instance)
@@ -42,6 +49,7 @@ class Steps:
         step.charged[instance.id] = delayed
         if delayed:
             instance.overtaken_ns += step.predicted_ns
+            instance.held_ns += step.predicted_ns
         instance.urgent_ns += step.predicted_ns
         instance.free_at_ns = max(self._turn.now_ns, instance.free_at_ns) + step.predicted_ns
 
@@ -82,6 +90,8 @@ class Steps:
         instance.urgent_ns -= step.predicted_ns
         for other in step.charged[instance.id]:
             other.delayed_ns += error_ns
+        if step.charged[instance.id]:
+            instance.held_ns += error_ns
         free_at_ns = instance.free_at_ns + error_ns if instance.steps else now_ns
         instance.free_at_ns = max(now_ns + instance.urgent_ns, free_at_ns)
 

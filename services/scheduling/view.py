@@ -13,6 +13,7 @@ from typing import Protocol
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import Choice
+from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
 from csps.services.scheduling.state import Line
 
@@ -29,6 +30,11 @@ class StepView(Protocol):
     @property
     def delayed_ns(self) -> int:
         """What urgent steps on its instances have cost it, or will."""
+        ...
+
+    @property
+    def hold_up(self) -> HoldUp:
+        """What they had cost its oldest request before."""
         ...
 
 
@@ -74,6 +80,11 @@ class InstanceView(Protocol):
     @property
     def overtaken_ns(self) -> int:
         """Predicted time of urgent steps that were given to it since it has long ones."""
+        ...
+
+    @property
+    def held_ns(self) -> int:
+        """What urgent steps have cost long ones here, ever."""
         ...
 
     @property
@@ -136,6 +147,13 @@ class RequestView(Protocol):
     @property
     def output_tokens(self) -> int:
         """The most that it may draw: slots are promised for KV that does not exist yet."""
+        ...
+
+    @property
+    def waiting_since_ns(self) -> int: ...
+    @property
+    def held_before(self) -> Mapping[InstanceId, int]:
+        """`held_ns` of the instances when it began to wait."""
         ...
 
     @property

@@ -11,8 +11,10 @@ First come, first served, with these exceptions, each of them bounded:
 up by what was measured:
 
 - while a long step is outstanding, urgent steps on its instances delay it by `overtaking_s` at
-  most, or by its own time if that is more. When that is used up, short prompts go elsewhere or
-  wait for the step;
+  most, or by its own time if that is more; and its oldest request altogether, the line behind
+  others included, by `overtaking_s`, or by what it takes without them (`holdups.py`). So the bounds
+  of several steps in line do not add up. When that is used up, short prompts go elsewhere or wait
+  for the step;
 - while a request waits for KV slots, no longer prompt passes it, and a short one only if its last
   token will have been drawn `overtaking_s` after the older one became blocked. From then on the
   request waits for none but older ones.

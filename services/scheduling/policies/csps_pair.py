@@ -226,10 +226,14 @@ class CspsPair:
         used = [(spot, n) for spot, n in zip(group.spots, shares, strict=True) if n]
         job.group, job.shares = [spot for spot, _ in used], [n for _, n in used]
         job.predicted_ns = predicted_ns
-        self._prefill.start_long(job.group, job.shares, predicted_ns)
+        oldest, _ = job.members[0]
+        self._prefill.start_long(oldest, job.group, job.shares, predicted_ns)
         self._jobs.append(job)
         for spot in job.group:
             self._near_rooms().update(spot)
+        # Whoever is younger than this step passes it, and does so in a step of its own.
+        ids = {spot.id for spot in job.group}
+        self._batches = {key: it for key, it in self._batches.items() if key[0] not in ids}
 
     def _fill(
         self, job: _Job, younger: Iterable[RequestView], group: Group, urgent_id: RequestId | None

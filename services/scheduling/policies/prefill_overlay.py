@@ -6,8 +6,9 @@ import msgspec
 
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
+from csps.services.scheduling.holdups import hold_up
 from csps.services.scheduling.ids import InstanceId, StepId
-from csps.services.scheduling.view import GangView, InstanceView
+from csps.services.scheduling.view import GangView, InstanceView, RequestView, StepView
 
 
 class Budget(msgspec.Struct, eq=False, gc=False):
@@ -32,6 +33,8 @@ class Spot(msgspec.Struct, eq=False):
     """When all steps will have been computed; not in the past."""
     overtaken_ns: int
     """What urgent steps have taken since it has long ones."""
+    held_ns: int
+    """What they have cost long ones here, ever."""
     budgets: list[Budget] | None = None
     """Of its long steps; None until somebody asked."""
     version: int = 0
@@ -44,7 +47,7 @@ class PrefillOverlay:
     Args:
         gang: as it is.
         now_ns: the time of the round.
-        overtaking_ns: what urgent steps may cost a step, if that takes less time itself.
+        overtaking_ns: what urgent steps may cost a request, if that takes less time itself.
     """
 
     def __init__(self, gang: GangView, now_ns: int, overtaking_ns: int = 0) -> None:
@@ -64,6 +67,7 @@ class PrefillOverlay:
                 it.urgent_ns,
                 max(now_ns, it.free_at_ns),
                 it.overtaken_ns,
+                it.held_ns,
             )
             for it in gang.instances
         ]
@@ -80,10 +84,19 @@ class PrefillOverlay:
             return None
         return min(it.left_ns for it in self._budgets_of(spot))
 
-    def start_long(self, group: list[Spot], shares: list[int], predicted_ns: int) -> int:
-        """A step that is not urgent. Returns when it will have been computed."""
-        budget = Budget(max(self._overtaking_ns, predicted_ns))
-        end_ns = max(it.free_at_ns for it in group) + predicted_ns
+    def start_long(
+        self, request: RequestView, group: list[Spot], shares: list[int], predicted_ns: int
+    ) -> None:
+        """A step that is not urgent.
+
+        Args:
+            request: the oldest that it computes.
+        """
+        begin_ns = max(it.free_at_ns for it in group)
+        since_ns = request.waiting_since_ns
+        found = hold_up(request.held_before, since_ns, group, begin_ns, predicted_ns)
+        budget = Budget(found.bound_ns(self._overtaking_ns, predicted_ns))
+        end_ns = begin_ns + predicted_ns
         for spot, share in zip(group, shares, strict=True):
             self._budgets_of(spot).append(budget)
             spot.free -= share
@@ -91,7 +104,6 @@ class PrefillOverlay:
             spot.long_steps += 1
             spot.free_at_ns = end_ns
             spot.version += 1
-        return end_ns
 
     def start_urgent(self, spot: Spot, tokens: int, predicted_ns: int) -> None:
         """An urgent step, or more of one."""
@@ -99,6 +111,7 @@ class PrefillOverlay:
             for budget in self._budgets_of(spot):
                 budget.left_ns -= predicted_ns
             spot.overtaken_ns += predicted_ns
+            spot.held_ns += predicted_ns
         spot.free -= tokens
         spot.urgent_ns += predicted_ns
         spot.free_at_ns += predicted_ns
@@ -107,16 +120,14 @@ class PrefillOverlay:
     def _budgets_of(self, spot: Spot) -> list[Budget]:
         if spot.budgets is None:
             spot.budgets = [
-                self._budget(step.id, step.predicted_ns, step.delayed_ns)
-                for step in spot.view.steps.values()
-                if not step.urgent
+                self._budget(step) for step in spot.view.steps.values() if not step.urgent
             ]
         return spot.budgets
 
-    def _budget(self, step: StepId, predicted_ns: int, delayed_ns: int) -> Budget:
+    def _budget(self, step: StepView) -> Budget:
         """One for all instances of a step: a delay of one of them delays them all."""
-        found = self._budgets.get(step)
+        found = self._budgets.get(step.id)
         if found is None:
-            bound_ns = max(self._overtaking_ns, predicted_ns)
-            found = self._budgets[step] = Budget(bound_ns - delayed_ns)
+            bound_ns = step.hold_up.bound_ns(self._overtaking_ns, step.predicted_ns)
+            found = self._budgets[step.id] = Budget(bound_ns - step.delayed_ns)
         return found

@@ -48,6 +48,29 @@ def _absolute(gaps: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return arrivals
 
 
+def hold_ups(played: TimedCell, came_ns: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Of each request that is not urgent: how long younger ones that were urgent ran on an instance
+    of its step until that ended, on the one that was held up most; and how long it took without."""
+    urgent = [it for it in played.ended_steps if it.command.urgent]
+    found = {}
+    for step in played.ended_steps:
+        if step.command.urgent:
+            continue
+        request = played.requests_of(step)[0]
+        held_ns = max(
+            sum(
+                played.predicted_ns(it.command)
+                for it in urgent
+                if instance in it.command.group
+                and min(played.requests_of(it)) > request
+                and it.ended_ns <= step.ended_ns
+            )
+            for instance in step.command.group
+        )
+        found[request] = held_ns, step.ended_ns - came_ns[request] - held_ns
+    return found
+
+
 @given(ARRIVALS, st.lists(st.integers(450, 1200), min_size=2, max_size=4))
 @PATIENT
 def test_a_long_step_is_delayed_no_longer_than_the_bound(
@@ -60,6 +83,65 @@ def test_a_long_step_is_delayed_no_longer_than_the_bound(
         if not step.command.urgent:
             bound_ns = max(OVERTAKING_NS, played.predicted_ns(step.command))
             assert step.delayed_ns <= bound_ns
+
+
+LINES = st.lists(
+    st.tuples(
+        st.integers(0, 30).map(lambda gap: gap * MS),
+        st.one_of(st.integers(1, 50), st.integers(20, 50), st.integers(51, 300)),
+        st.just(1),
+    ),
+    min_size=10,
+    max_size=120,
+).map(_absolute)
+"""More than an instance can compute, so that several long prompts stand in line."""
+
+
+def check_altogether(played: TimedCell, arrivals: list[tuple[int, int, int]]) -> None:
+    """Nobody is held up longer than the bound, or than somebody takes without that who came no
+    later; bounds of those in line do not add up."""
+    assert len(played.finished) == len(arrivals)
+    came_ns = {number: at_ns for number, (at_ns, *_) in enumerate(arrivals, 1)}
+    bound_ns = OVERTAKING_NS
+    for held_ns, alone_ns in (it for _, it in sorted(hold_ups(played, came_ns).items())):
+        bound_ns = max(bound_ns, alone_ns)
+        assert held_ns <= bound_ns
+
+
+@given(LINES)
+@PATIENT
+def test_the_bounds_of_several_long_steps_in_line_do_not_add_up(
+    arrivals: list[tuple[int, int, int]],
+) -> None:
+    played = cell([4000], [100_000])
+    played.play(arrivals)
+    check_altogether(played, arrivals)
+
+
+def test_a_prompt_behind_many_long_steps_is_held_up_by_one_bound() -> None:
+    """Six long prompts of 53 ms at once, and short ones without end."""
+    longs, shorts = [(0, 51, 1)] * 6, [(n * 10 * MS, 40, 1) for n in range(1, 100)]
+    played = cell([4000], [100_000])
+    played.play([*longs, *shorts])
+    check_altogether(played, [*longs, *shorts])
+    held = hold_ups(played, dict.fromkeys(range(1, 7), 0))
+    alone_ns = 6 * 53 * MS
+    assert max(alone_ns, OVERTAKING_NS) - 42 * MS < held[6][0] <= max(alone_ns, OVERTAKING_NS)
+
+
+def test_short_prompts_do_not_wait_for_a_whole_line_of_long_ones() -> None:
+    """Whoever has waited may be held up for as long again: a step of 302 ms ends, or two."""
+    longs = [(0, 300, 1)] * 12
+    shorts = [(MS + n * 120 * MS, 40, 1) for n in range(30)]
+    arrivals = sorted([*longs, *shorts])
+    played = cell([8000], [100_000])
+    played.play(arrivals)
+    waits = [
+        played.finished[number] - at_ns
+        for number, (at_ns, prompt, _) in enumerate(arrivals, 1)
+        if prompt == 40
+    ]
+    assert max(waits) < 2 * 302 * MS
 
 
 @given(ARRIVALS, st.lists(st.integers(500, 1000), min_size=1, max_size=3))

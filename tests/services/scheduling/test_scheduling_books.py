@@ -188,7 +188,7 @@ def test_near_rooms_chooses_as_near_places(places: list[Location], data: st.Data
     for _ in range(data.draw(st.integers(0, 6))):
         spot = overlay.spots[data.draw(st.integers(0, count - 1))]
         tokens = data.draw(st.integers(0, spot.free))
-        overlay.start_long([spot], [tokens], data.draw(st.integers(0, 5)))
+        overlay.start_long(waiting(1, 1), [spot], [tokens], data.draw(st.integers(0, 5)))
         rooms.update(spot)
     wanted = data.draw(st.integers(1, 500))
     open_spots = [it for it in overlay.spots if it.long_steps < 2]
