@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from dense_reference import dense_attention
+from launch_log import LaunchLog
 from rank_world import STRICT, RankWorld, rank_world
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -209,23 +210,31 @@ class StrategyRanks:
 
 @contextmanager
 def strategy_ranks(
-    model: Path, *, instances: int, tp: int = 1, data_group: GroupMaker | None = STRICT
+    model: Path,
+    *,
+    instances: int,
+    tp: int = 1,
+    data_group: GroupMaker | None = STRICT,
+    log: LaunchLog | None = None,
 ) -> Iterator[StrategyRanks]:
     """A gang of so many instances, held to NCCL's rules, or with plain gloo (None); closed on the
-    way out."""
+    way out. What the ranks begin is noted in the log."""
     layout = GangLayout(world_size=instances * tp, tp=tp)
     store = HashStore()
-    with rank_world(layout.world_size, data_group) as world:
+    in_gang = data_group if log is None else log.group("gang", range(layout.world_size))
+    with rank_world(layout.world_size, in_gang) as world:
 
         def build(rank: int) -> tuple[Engine, InstanceGroup]:
+            instance = layout.instance_of(rank)
+            members = list(layout.ranks_of(instance))
             group = InstanceGroup(
                 store,
-                name=f"instance{layout.instance_of(rank)}",
+                name=f"instance{instance}",
                 rank=layout.tp_rank_of(rank),
                 size=tp,
                 device="cpu",
                 host="127.0.0.1",
-                data_group=data_group,
+                data_group=data_group if log is None else log.group(f"tp{instance}", members),
             )
             return _engine(model, world, layout, rank, group), group
 

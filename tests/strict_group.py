@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
 from queue import SimpleQueue
@@ -49,6 +50,19 @@ class Rule(Enum):
 EVERY_RULE = frozenset(Rule)
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Of one call: (peer, bytes) of messages, and the bytes of a sum."""
+
+    sends: tuple[tuple[int, int], ...]
+    recvs: tuple[tuple[int, int], ...]
+    sums: int
+
+
+Note = Callable[[Parts], None]
+"""Told of each call, in order."""
+
+
 class BrokenRule(AssertionError):
     """The program did what NCCL does not allow."""
 
@@ -68,6 +82,15 @@ class _Call:
         self.forwarded: dict[int, tuple[_Call, int]] = {}
         """By place among the sends, what is received by this receive of an earlier call, for which
         the host has not waited."""
+
+    @property
+    def parts(self) -> Parts:
+        """What is told of it."""
+        return Parts(
+            tuple((peer, tensor.nbytes) for tensor, peer in self.sends),
+            tuple((peer, tensor.nbytes) for tensor, peer in self.recvs),
+            sum(tensor.nbytes for tensor in self.sums),
+        )
 
     @property
     def rooms(self) -> list[Tensor]:
@@ -122,9 +145,15 @@ class StrictGroup:
     """One communicator of one rank."""
 
     def __init__(
-        self, inner: Group, store: Store, rank: int, size: int, rules: frozenset[Rule]
+        self,
+        inner: Group,
+        store: Store,
+        rank: int,
+        size: int,
+        rules: frozenset[Rule],
+        note: Note | None,
     ) -> None:
-        self._inner, self._store = inner, store
+        self._inner, self._store, self._note = inner, store, note
         self._rank, self._size, self._rules = rank, size, rules
         self._open: _Call | None = None
         self._caller: int | None = None
@@ -210,6 +239,8 @@ class StrictGroup:
             self.check(Rule.ONE_THREAD, foreign, "two threads launch calls")
             self._caller = here
             self._forward(call)
+            if self._note is not None:
+                self._note(call.parts)
             self._under_way.append(work)
         if Rule.ALL_RANKS_FIRST in self._rules:
             self._join()
@@ -274,11 +305,13 @@ class StrictGroup:
         return staged
 
 
-def strict(rules: Sequence[Rule] | frozenset[Rule] = EVERY_RULE) -> GroupMaker:
+def strict(
+    rules: Sequence[Rule] | frozenset[Rule] = EVERY_RULE, note: Note | None = None
+) -> GroupMaker:
     """Makes a mesh's group of data, or an instance's, held to the rules."""
 
     def make(store: Store, rank: int, size: int, host: str) -> Group:
         inner = _gloo(store, rank, size, host)
-        return cast(Any, StrictGroup(inner, store, rank, size, frozenset(rules)))
+        return cast(Any, StrictGroup(inner, store, rank, size, frozenset(rules), note))
 
     return make

@@ -1,0 +1,168 @@
+"""What ranks begin lets nobody wait for another in a circle, whatever each step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from launch_log import Deadlock, Launch, LaunchLog, replay
+from strategy_ranks import MakeStrategy, job_of, strategy_ranks
+from tiny_checkpoints import make_checkpoint
+
+from csps.actors.csa.strategy import Csa
+from csps.actors.levels.schedule import DropSchedule
+from csps.actors.strategies.gathered_weights import GatheredWeights
+from csps.actors.strategies.sp_tp import SpTp
+from csps.actors.strategies.ulysses import Ulysses
+from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup
+from csps.protocols.messages import KvShare, Span
+
+TIMINGS = 10
+LAYERS = 3
+PLACES = {2: ("0-0-0", "0-1-0"), 4: ("0-0-0", "0-0-1", "0-1-0", "0-1-1")}
+SHARES = [
+    KvShare(instance=1, span=Span(start=0, stop=7)),
+    KvShare(instance=0, span=Span(start=7, stop=19)),
+]
+
+
+def send(peer: int) -> Launch:
+    return Launch("gang", sends=((peer, 8),))
+
+
+def recv(peer: int) -> Launch:
+    return Launch("gang", recvs=((peer, 8),))
+
+
+def both(peer: int) -> Launch:
+    return Launch("gang", sends=((peer, 8),), recvs=((peer, 8),))
+
+
+def summed(*members: int) -> Launch:
+    return Launch(f"tp{members[0]}", sum_of=members, bytes=8)
+
+
+@pytest.mark.parametrize(
+    ("log", "hangs"),
+    [
+        ({0: [both(1)], 1: [both(0)]}, False),
+        ({0: [send(1), recv(1)], 1: [recv(0), send(0)]}, False),
+        ({0: [send(1), recv(1)], 1: [send(0), recv(0)]}, True),
+        ({0: [recv(1)], 1: []}, True),
+        # Two communicators, each in order, but not the two of them together.
+        ({0: [both(2), summed(0, 1)], 1: [both(3), summed(0, 1)],
+          2: [both(0), summed(2, 3)], 3: [both(1), summed(2, 3)]}, False),
+        ({0: [summed(0, 1), both(2)], 1: [both(3), summed(0, 1)],
+          2: [both(0), summed(2, 3)], 3: [summed(2, 3), both(1)]}, True),
+        # A relay that is begun when its rows have come, and not where all others expect it.
+        ({0: [send(1), send(1)], 1: [recv(0), send(2), recv(0)], 2: [recv(1)]}, False),
+        ({0: [send(1), recv(2)], 1: [recv(0), recv(2), send(2)], 2: [recv(1), send(1), send(0)]},
+         True),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_on_is_found(log: dict[int, list[Launch]], hangs: bool) -> None:
+    for seed in range(TIMINGS):
+        with pytest.raises(Deadlock) if hangs else nullcontext():
+            replay(log, Random(seed))
+
+
+def test_both_sides_of_a_message_agree() -> None:
+    with pytest.raises(AssertionError, match="8 bytes, who expects 4"):
+        replay({0: [send(1)], 1: [Launch("gang", recvs=((0, 4),))]}, Random(0))
+
+
+def plan(instances: int, **fields: Any) -> CsaPlan:
+    ratios = ((0.5,), (0.75,))[: 2 if instances == 4 else 1]
+    group = LayerGroup(
+        first=0,
+        stop=LAYERS,
+        drop_ratios=ratios,
+        micro_partitions=(2,) * (len(ratios) + 1),
+    )
+    return CsaPlan(
+        locations=PLACES[instances],
+        levels=len(ratios) + 1,
+        layer_groups=(group,),
+        **{"importance_window": 4, "sinks": 1, "tail": 1, "pipelined": True, **fields},
+    )
+
+
+def ulysses(instances: int) -> MakeStrategy:
+    return lambda group, engine: nullcontext(  # type: ignore[return-value]
+        Ulysses(
+            group,
+            engine.pool,
+            heads=engine.heads,
+            kv_heads=len(engine.kv_heads),
+            scale=engine.spec.scale,
+        )
+    )
+
+
+def gathered_weights(instances: int) -> MakeStrategy:
+    return GatheredWeights
+
+
+def sp_tp(**fields: Any) -> Callable[[int], MakeStrategy]:
+    def made(instances: int) -> MakeStrategy:
+        it = CsaPlan.uniform(
+            PLACES[instances], levels=1, layers=LAYERS, **{"micro_partitions": 2, **fields}
+        )
+        return lambda group, engine: SpTp(group, engine, it)
+
+    return made
+
+
+def csa(**fields: Any) -> Callable[[int], MakeStrategy]:
+    def made(instances: int) -> MakeStrategy:
+        def make(group: Any, engine: Any) -> Any:
+            schedule = DropSchedule(
+                plan=plan(instances, **fields),
+                layers=engine.spec.layers,
+                kv_heads=engine.kv_heads,
+                total_kv_heads=engine.spec.kv_heads,
+            )
+            return Csa(group, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
+
+        return make
+
+    return made
+
+
+STRATEGIES: dict[str, Callable[[int], MakeStrategy]] = {
+    "ulysses": ulysses,
+    "gathered weights": gathered_weights,
+    "sp-tp": sp_tp(pipelined=True),
+    "sp-tp, not pipelined": sp_tp(pipelined=False, micro_partitions=1),
+    "csa": csa(),
+    "csa, not pipelined": csa(pipelined=False),
+    "csa, all queries": csa(importance_window=ALL_QUERIES),
+    "csa, same layer": csa(importance_layer="same"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+    return make_checkpoint(tmp_path_factory.mktemp("model"), **fields)
+
+
+@pytest.mark.parametrize(("instances", "tp"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategys_exchanges_end_whatever_they_take(
+    model: Path, instances: int, tp: int, strategy: str
+) -> None:
+    bounds = [0, 9, 14, 30, 48] if instances == 4 else [0, 14, 48]
+    job = job_of(bounds, [5, 40, 3], starts=[0, 19, 0], history=[[], SHARES, []])
+    log = LaunchLog()
+    with strategy_ranks(model, instances=instances, tp=tp, log=log) as gang:
+        forwards = gang.forwards(job)
+        gang.hold_history(job, forwards)
+        gang.run(job, STRATEGIES[strategy](instances))
+    assert len(log.launches) == instances * tp
+    for seed in range(TIMINGS):
+        replay(log.launches, Random(seed))
