@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from launch_log import LaunchLog, replay
 from mesh_threads import on_ranks
 from property_examples import examples
-from strict_group import strict
 from torch import Tensor
 
-from csps.actors.mesh import GroupMaker, Mesh, Tag
+from csps.actors.mesh import Mesh, Tag
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.kernels.attention import attention
 
@@ -68,10 +69,13 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(ranks, tuple(draw(rank) for _ in holders), tuple(map(tuple, holders)))
 
 
-@pytest.mark.parametrize("data_group", [None, strict()], ids=["gloo", "strict"])
+@pytest.mark.parametrize("held_to_rules", [False, True])
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases())
-def test_equals_dense_attention(case: Case, data_group: GroupMaker | None) -> None:
+def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
+    log = LaunchLog() if held_to_rules else None
+    data_group = None if log is None else log.group("gang", range(case.ranks))
+
     def body(mesh: Mesh) -> tuple[list[int], Tensor]:
         routes, own, held = case.routes(mesh.rank)
 
@@ -90,7 +94,10 @@ def test_equals_dense_attention(case: Case, data_group: GroupMaker | None) -> No
         return own, exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
 
     answered = []
-    for rows, out in on_ranks(case.ranks, body, data_group):
+    outputs = on_ranks(case.ranks, body, data_group)
+    if log is not None:
+        replay(log.launches, Random(0))
+    for rows, out in outputs:
         assert out.dtype == torch.float32
         assert len(out) == len(rows)
         for request, row in zip(rows, out, strict=True):
