@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from csps.configurator.shapes import AttentionShape, head_shares
 from csps.configurator.traffic import Traffic, instance_sums
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, kept_tokens
+from csps.protocols.even_share import even_share
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.topology import Segments
+from csps.protocols.topology import Segments, Topology
 
 Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]
@@ -44,6 +45,18 @@ def csa_traffic(shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence
         kept = layer if drops else None
         total += _layer(shape, plan, tp=tp, spts=spts, dropping=kept, judges=judges) * times
     return total * (1 / layers)
+
+
+def levels_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Traffic:
+    """Of exact attention with levels: by the server, and everything."""
+    places = [
+        f"0-{server}-{place}"
+        for server, instances in enumerate(group.servers)
+        for place in range(instances)
+    ]
+    plan = CsaPlan(locations=tuple(places), levels=len(Topology.of(places).granularities))
+    spts = [len(even_share(tokens, len(places), place)) for place in range(len(places))]
+    return csa_traffic(shape, plan, tp=group.tp, spts=spts)
 
 
 def csa_layer_traffic(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from csps.configurator.csa_traffic import csa_traffic
+from csps.configurator.csa_traffic import csa_traffic, levels_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,
@@ -31,8 +31,14 @@ from csps.configurator.traffic import (
 from csps.protocols.csa import CsaPlan
 from csps.protocols.group_shape import GroupShape
 
-Strategy = Literal["ulysses", "gathered_weights", "csa", "sp_tp"]
+Strategy = Literal["ulysses", "gathered_weights", "levels", "csa", "sp_tp"]
 """By the engine's names (`actors/engine/choice.py`)."""
+
+LEVELS_LINK_RATIO = 8.0
+"""From which ratio of links on exact attention with levels is compared. It halves what two servers
+send each other, in more and shorter messages beside more and shorter calls of attention: over
+links that were alike those took 15 % of the time, at a ratio of 13 nothing (benchmarks/results/
+two-servers-2026-11-21.md, `sp_ntp/exact`, pipelined against not)."""
 
 ROUNDING = 1e-9
 """Costs that differ by less, relatively, are equal."""
@@ -51,12 +57,21 @@ def attention_prefers_ntp(
     return (heads + kv_heads) * (hidden * ranks + tokens) < tokens * ranks * heads
 
 
-def exact_options(shape: AttentionShape, group: GroupShape, tokens: int) -> dict[Strategy, Traffic]:
+def exact_options(
+    shape: AttentionShape, group: GroupShape, tokens: int, *, link_ratio: float = 1.0
+) -> dict[Strategy, Traffic]:
     """What exact attention of a prompt moves in a layer with each strategy; without tensor
-    parallelism there are no weights to gather."""
+    parallelism there are no weights to gather, and without a slow link between servers levels are
+    more work than they save.
+
+    Args:
+        tokens: at least one for each instance.
+    """
     options: dict[Strategy, Traffic] = {"ulysses": ulysses_traffic(shape, group, tokens)}
     if group.tp > 1:
         options["gathered_weights"] = gathered_weights_traffic(shape, group, tokens)
+    if len(group.servers) > 1 and link_ratio >= LEVELS_LINK_RATIO:
+        options["levels"] = levels_traffic(shape, group, tokens)
     options["sp_tp"] = sp_tp_traffic(shape, group, tokens)
     return options
 

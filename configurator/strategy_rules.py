@@ -60,7 +60,8 @@ class StrategyRules:
             tp: ranks of each.
         """
         if csa is None:
-            options = exact_options(self._shape, GroupShape.of(group.locations, tp), tokens)
+            shape = GroupShape.of(group.locations, tp)
+            options = exact_options(self._shape, shape, tokens, link_ratio=self._link_ratio)
             return self._least(options, len(group.locations))
         if csa.strategy is not None:
             return StrategyChoice(

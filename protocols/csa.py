@@ -190,6 +190,12 @@ class CsaPlan:
         )
 
     @property
+    def lossless(self) -> bool:
+        """Whether it is exact attention, by levels."""
+        dropping = any(any(map(any, group.drop_ratios)) for group in self.layer_groups)
+        return self.levels == 1 or not (dropping or self.nested)
+
+    @property
     def topology(self) -> Topology:
         """Where the members stand."""
         return Topology.of(self.locations)

@@ -184,7 +184,8 @@ class PrefillJob:
     tokens: bytes = b""
     strategy: str = "ulysses"
     csa: CsaPlan | None = None
-    """How strategies that attend sparsely do so; "csa" needs it."""
+    """How strategies that attend sparsely do so; "csa" needs it. "levels", which is exact, needs
+    one that drops nothing."""
     urgent: bool = False
     """May run inside a running job that is not urgent: between two layers, and between two parts
     of one if it needs a single rank, as no job does under tensor parallelism."""
@@ -193,8 +194,8 @@ class PrefillJob:
 
     def __post_init__(self) -> None:
         if self.csa is None:
-            if self.strategy == "csa":
-                raise ValueError("strategy 'csa' without a plan")
+            if self.strategy in ("csa", "levels"):
+                raise ValueError(f"strategy '{self.strategy}' without a plan")
             return
         if len(self.csa.locations) != len(self.group):
             raise ValueError(
@@ -205,6 +206,8 @@ class PrefillJob:
                 "decode_kept_only takes whole prompts: a later chunk's tokens see all of the "
                 "earlier ones, so that decode would see less than the prompt's end has seen"
             )
+        if self.strategy == "levels" and not self.csa.lossless:
+            raise ValueError("strategy 'levels' is exact, and its plan drops tokens")
         if self.strategy.startswith("sp_tp"):
             self._check_sp_tp(self.csa)
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])

@@ -18,6 +18,8 @@ ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat":
 """Sparse attention's architectures as `actors/engine/choice.py` names them."""
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
+LEVELS = "levels"
+"""The exact strategy that computes by levels and drops nothing."""
 RIDE = "ride"
 """In a strategy's place, of prompts that a stream computes in pieces beside rows that decode."""
 AUTO = "auto"
@@ -67,8 +69,8 @@ class Plan:
     strategy: str = EXACT
     """By the engine's names (`actors/engine/choice.py`)."""
     csa: CsaPlan | None = None
-    """With attention "csa"; and, with one exact level, for exact SP-TP, which needs to know where
-    its group stands."""
+    """With attention "csa"; and, dropping nothing, for exact strategies that go by where their
+    group stands."""
     predicted_ttft_ms: float | None = None
     """From submission, as predicted when the prompt got its place; None where a former attempt has
     drawn the first token."""

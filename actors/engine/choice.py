@@ -18,7 +18,7 @@ from csps.protocols.messages import PrefillJob
 
 WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights"})
 """Exact, in one way."""
-WITH_PLAN = frozenset({"csa", "sp_tp", "sp_tp_flat"})
+WITH_PLAN = frozenset({"levels", "csa", "sp_tp", "sp_tp_flat"})
 """Take a `CsaPlan`; SP-TP can do without one."""
 
 
@@ -53,7 +53,7 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
         return GatheredWeights(group, engine)
     if name in ("sp_tp", "sp_tp_flat"):
         return SpTp(group, engine, group.job.csa, hierarchical=name == "sp_tp")
-    assert name == "csa", "the job has been checked"
+    assert name in ("levels", "csa"), "the job has been checked"
     return _csa(group, engine)
 
 

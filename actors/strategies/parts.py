@@ -164,7 +164,7 @@ class _Counts:
             case "gathered_weights":
                 members = len(self._job.group) * self._shape.tp
                 return self._over_heads(self._head_share(self._shape.heads, members))
-            case "csa":
+            case "levels" | "csa":
                 assert self._job.csa is not None, "the job has been checked"
                 return self._csa(self._job.csa, layer)
             case _:

@@ -7,13 +7,15 @@ from itertools import pairwise
 from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_client import GangClient
-from csps.protocols.plans import RIDE, Plan
+from csps.protocols.plans import LEVELS, RIDE, Plan
 from csps.services.router.running import Generation
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import index_of
 
 EXACT_OVER_PLACES = CsaSettings(levels=1)
 """Exact attention, with the locations that hierarchical collectives go by."""
+EXACT_WITH_LEVELS = CsaSettings()
+"""Exact attention, as many levels as the locations tell apart."""
 
 
 def csa_plan(command: RunStep, settings: CsaSettings | None, gang: GangClient) -> CsaPlan | None:
@@ -24,9 +26,12 @@ def csa_plan(command: RunStep, settings: CsaSettings | None, gang: GangClient) -
     """
     over_places = command.strategy.startswith("sp_tp")
     if settings is None:
-        if not over_places:
+        if command.strategy == LEVELS:
+            settings = EXACT_WITH_LEVELS
+        elif over_places:
+            settings = EXACT_OVER_PLACES
+        else:
             return None
-        settings = EXACT_OVER_PLACES
     locations = gang.locations
     return settings.for_group(
         [locations[index_of(instance)] for instance in command.group],

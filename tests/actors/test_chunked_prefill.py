@@ -229,8 +229,9 @@ def random_job(
 
 def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]:
     """Any that is exact, with levels and micro-partitions where it has them."""
-    strategy = rng.choice(["ulysses", "ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
-    if strategy in ("ulysses", "gathered_weights") or (strategy != "csa" and rng.random() < 0.5):
+    without_plan = ["ulysses", "gathered_weights"]
+    strategy = rng.choice([*without_plan, "levels", "csa", "sp_tp", "sp_tp_flat"])
+    if strategy in without_plan or (strategy.startswith("sp_tp") and rng.random() < 0.5):
         return {"strategy": strategy}
     members = len(bounds) - 1
     locations = [f"0-{member // 2}-{member % 2}" for member in range(members)]

@@ -19,6 +19,8 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 from csps.protocols.topology import Topology
 
+STRATEGIES = ["ulysses", "gathered_weights", "levels", "sp_tp", "sp_tp_flat"]
+
 several = settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 
 
@@ -49,7 +51,7 @@ def jobs(draw: st.DrawFn, strategy: str, members: int) -> PrefillJob:
     inner = sorted(draw(cuts) for _ in range(members - 1))
     bounds = [0, *inner, sum(lengths)]
     longest = max(stop - start for start, stop in pairwise(bounds))
-    planned = strategy == "csa" or (strategy.startswith("sp_tp") and draw(st.booleans()))
+    planned = strategy == "levels" or (strategy.startswith("sp_tp") and draw(st.booleans()))
     return job_of(
         bounds,
         lengths,
@@ -72,7 +74,7 @@ def check(gang: StrategyRanks, job: PrefillJob) -> None:
                 engine.pool.free_request(piece.rid)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
 @several
 @given(data=st.data())

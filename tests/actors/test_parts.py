@@ -15,7 +15,7 @@ from property_examples import examples
 from small_blocks import blocks_of
 from strategy_gangs import Gangs, started_once
 from strategy_ranks import StrategyRanks, job_of
-from test_history import jobs
+from test_history import STRATEGIES, jobs
 from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
@@ -89,7 +89,7 @@ def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
         yield started
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights", "csa", "sp_tp", "sp_tp_flat"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (2, 2)])
 @several
 @given(data=st.data())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +13,16 @@ from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
 from csps.actors.csa.strategy import Csa
+from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
 from csps.actors.levels.schedule import DropSchedule
 from csps.actors.mesh import InstanceGroup
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
+from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
-from csps.configurator.csa_traffic import csa_traffic
+from csps.configurator.csa_traffic import csa_traffic, levels_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,
@@ -29,6 +31,7 @@ from csps.configurator.traffic import (
     ulysses_traffic,
 )
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Topology
 
@@ -148,6 +151,19 @@ def test_gathered_weights(gang: StrategyRanks) -> None:
     assert measured(gang, GatheredWeights) == expected
 
 
+def test_levels(gang: StrategyRanks) -> None:
+    group = group_of(gang)
+    plan = CsaSettings(micro_partitions=((2,),)).for_group(
+        locations_of(group), layers=LAYERS, longest_spt=TOKENS // group.sp
+    )
+
+    def levels(members: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:
+        job = replace(members.job, strategy="levels", csa=plan)
+        return strategy_of(replace(members, job=job), engine)
+
+    assert measured(gang, levels) == levels_traffic(shape_of(gang), group, TOKENS)
+
+
 def csa_plan(shape: AttentionShape, group: GroupShape, window: int) -> CsaPlan:
     """As many levels as there are, and no KV head that keeps as much as another."""
     levels = len(Topology.of(locations_of(group)).granularities)
@@ -177,5 +193,5 @@ def test_csa(gang: StrategyRanks, window: int) -> None:
         )
         return Csa(members, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
 
-    spts = [TOKENS // group.instances] * group.instances
+    spts = [TOKENS // group.sp] * group.sp
     assert measured(gang, csa) == csa_traffic(shape, plan, tp=group.tp, spts=spts)

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, CsaPlan | None]] = {
     "sp-tp": ("sp_tp", None),
     "sp-tp, sparse": ("sp_tp", plan(0.5)),
     "sp-tp, sparse by all": ("sp_tp", replace(plan(0.5), importance_window=ALL_QUERIES)),
-    "levels": ("csa", plan(0.0)),
+    "levels": ("levels", plan(0.0)),
     "csa": ("csa", plan(0.5)),
     "csa by all": ("csa", replace(plan(0.5), importance_window=ALL_QUERIES)),
     "csa by itself": ("csa", plan(0.5, importance_layer="same")),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_choice import (
+    LEVELS_LINK_RATIO,
     Strategy,
     attention_prefers_ntp,
     exact_options,
@@ -125,6 +126,18 @@ def test_slow_links_between_servers_are_weighed() -> None:
     threshold = (12 - 15 / 8) / (5 / 2 - 2)
     assert chosen(shape, group, 8192, link_ratio=threshold) == "ulysses"
     assert chosen(shape, group, 8192, link_ratio=threshold + 0.01) == "sp_tp"
+
+
+@pytest.mark.parametrize("servers", [(1, 1), (2, 2), (4, 4), (8, 8)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_levels_halve_what_two_servers_send_each_other(servers: tuple[int, ...], tp: int) -> None:
+    """But for LSEs, which SP-NTP without levels has no need of: 1 or 2 elements a head and row."""
+    group = GroupShape(servers, tp=tp)
+    options = exact_options(LLAMA_8B, group, 8192, link_ratio=LEVELS_LINK_RATIO)
+    half = options["ulysses"].between / 2
+    assert half < options["levels"].between <= half * 1.02
+    assert least(options, link_ratio=LEVELS_LINK_RATIO) == "levels"
+    assert "levels" not in exact_options(LLAMA_8B, group, 8192, link_ratio=7.9)
 
 
 @pytest.mark.parametrize(("drop_ratio", "expected"), [(0.0, "sp_tp"), (0.5, "csa")])

@@ -66,8 +66,17 @@ def test_the_ratio_of_the_links_decides_with() -> None:
     places = tuple(f"0-{server}-{gpu}" for server in range(2) for gpu in range(4))
     assert choose(shape, places=places, tokens=8 * 2048).strategy == "ulysses"
     slow = choose(shape, places=places, tokens=8 * 2048, link_ratio=25.0)
-    assert slow.strategy == "sp_tp"
+    assert slow.strategy == "levels"
     assert "one between servers as 25" in slow.reason
+    few_heads = replace(shape, head_dim=32)
+    assert choose(few_heads, places=places, link_ratio=7.9).strategy == "ulysses"
+
+
+def test_levels_are_for_groups_of_several_servers() -> None:
+    for places in (("0-0-0",), TWO_SERVERS[:2]):
+        answer = choose(places=places, link_ratio=100.0)
+        assert answer.strategy == "ulysses"
+        assert "levels" not in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
     ("fields", "what"),
     [
         ({"csa": None}, "'csa' without a plan"),
+        ({"strategy": "levels", "csa": None}, "'levels' without a plan"),
+        (
+            {
+                "strategy": "levels",
+                "csa": CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.1),
+            },
+            "'levels' is exact, and its plan drops",
+        ),
         ({"group": (0, 1), "bounds": (0, 20, 40)}, "4 locations for a group of 2"),
         ({"bounds": (0, 1, 2, 3, 4)}, r"longest SPT has 1 tokens; allowed are 1 to 1"),
     ],

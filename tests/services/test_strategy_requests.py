@@ -166,6 +166,16 @@ async def test_exact_sp_tp_knows_the_servers_of_its_group(wide: Path) -> None:
         await server.settled()
 
 
+async def test_levels_where_the_link_between_servers_is_slow(narrow: Path) -> None:
+    async with deployed(narrow, servers=2, link_ratio=10.0) as server:
+        told = await ask(server, 600)
+        check(told, narrow, 600, "levels")
+        csa = told["csps"]["plan"]["csa"]
+        assert (csa["locations"], csa["levels"]) == (["0-0-0", "0-1-2"], 2)
+        check(await ask(server, 20), narrow, 20, "ulysses")
+        await server.settled()
+
+
 async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
     """Beside the words that begin each layer, and the last row's attention in the last one."""
     shape = attention_shape(Settings(model=str(narrow)))
