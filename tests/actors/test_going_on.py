@@ -21,27 +21,28 @@ PENALISED = replace(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
-@pytest.mark.parametrize("before", [1, 3, TOKENS - 1])
 async def test_the_rest_of_an_answer_is_that_of_an_undisturbed_one(
-    tiny_llama: Path, sampling: Sampling, before: int
+    tiny_llama: Path, sampling: Sampling
 ) -> None:
     prompt = prompt_of(41)
     whole = Request(rid=1, prompt=prompt, sampling=sampling, shares=even_shares(41, (0, 1)))
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         [tokens] = await cell.generate(whole, group=(0, 1))
         assert len(tokens) == TOKENS
-        again = np.concatenate((prompt, np.array(tokens[:before], "<i4")))
-        rest = Request(
-            rid=2,
-            prompt=again,
-            drawn=tuple(tokens[:before]),
-            sampling=sampling,
-            master=1,
-            shares=even_shares(len(again), (0, 1)),
-        )
-        assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
-        assert [it.index for it in cell.draws(2)] == list(range(before, TOKENS))
-        assert cell.draws(2)[-1].finish_reason == "length"
-        await cell.freed(1, 2)
+        for rid, before in enumerate((1, 3, TOKENS - 1), 2):
+            again = np.concatenate((prompt, np.array(tokens[:before], "<i4")))
+            rest = Request(
+                rid=rid,
+                prompt=again,
+                drawn=tuple(tokens[:before]),
+                sampling=sampling,
+                master=1,
+                shares=even_shares(len(again), (0, 1)),
+            )
+            assert await cell.generate(rest, group=(0, 1)) == [tokens[before:]]
+            assert [it.index for it in cell.draws(rid)] == list(range(before, TOKENS))
+            assert cell.draws(rid)[-1].finish_reason == "length"
+            await cell.freed(rid)
+        await cell.freed(1)
         await cell.prefilled(*cell.jobs)
         cell.check_idle()

@@ -332,7 +332,7 @@ STREAMS = [
     for n in range(40)
 ]
 """20 greedy ones and 20 seeded ones."""
-STREAMED = 150
+STREAMED = 100
 
 
 async def all_streams(server: Deployed, on_begun: Callable[[], None] | None = None) -> list[str]:
