@@ -45,6 +45,7 @@ LAUNCH_ORDER_SINCE = (2, 26)
 """NCCL's first version that keeps one order over all communicators of a device."""
 ABORT_HANGS = 70
 """Exit status of a process that ends so."""
+_TAGS_OF_A_LANE = 64
 _CLOSE_PROBE = timedelta(milliseconds=1)
 """For a message that never comes, whose timeout closes a gloo group."""
 
@@ -60,8 +61,8 @@ class ControlTag(IntEnum):
 
 
 class Tag(IntEnum):
-    """Streams of data between two ranks; each is first in, first out. NCCL knows no tags: there
-    and in tests all of a pair's are one."""
+    """Streams of data between two ranks; each is first in, first out, in its lane. NCCL knows no
+    tags: there and in tests all of a pair's are one."""
 
     FIRST_EXCHANGE = 2
     SECOND_EXCHANGE = 3
@@ -259,6 +260,7 @@ class Mesh:
     ) -> None:
         self.rank = rank
         self._launches = launches or LaunchOrder()
+        self._lane = 0
         self.world_size = world_size
         self.bytes_sent = [0] * world_size
         """By peer, since the mesh exists: read the difference."""
@@ -292,13 +294,13 @@ class Mesh:
         """Start sending; the tensor must not change before `wait`."""
         self._launches.check()
         self._count(peer, tensor)
-        return self._alone(tensor, self._group_of(tensor).send([tensor], peer, tag))
+        return self._alone(tensor, self._group_of(tensor).send([tensor], peer, self._tag(tag)))
 
     @_with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
         self._launches.check()
-        return self._alone(tensor, self._group_of(tensor).recv([tensor], peer, tag))
+        return self._alone(tensor, self._group_of(tensor).recv([tensor], peer, self._tag(tag)))
 
     def _alone(self, tensor: Tensor, work: Work) -> Pending:
         in_order = self._in_groups and self._group_of(tensor) is self._data
@@ -306,6 +308,21 @@ class Mesh:
 
     def _group_of(self, tensor: Tensor) -> Group:
         return self._data if tensor.is_cuda == self._cuda else self._control
+
+    @contextmanager
+    def lane(self, number: int) -> Iterator[None]:
+        """Inside, what is begun meets only what peers begin in the same lane: what interrupts a
+        step has a lane of its own, because with gloo a step that stands still may owe others rows
+        that it passes on later. Where exchanges are in order there are no lanes: what is begun
+        before the interruption is the same at all ranks."""
+        before, self._lane = self._lane, number
+        try:
+            yield
+        finally:
+            self._lane = before
+
+    def _tag(self, tag: Tag) -> int:
+        return self._lane * _TAGS_OF_A_LANE + tag
 
     @property
     def in_order(self) -> bool:
@@ -347,8 +364,9 @@ class Mesh:
     def _single(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
     ) -> GeneratedResponse:
-        received = [self._data.recv([tensor], peer, tag) for peer, tensor in recvs]
-        sent = [self._data.send([tensor], peer, tag) for peer, tensor in sends]
+        number = self._tag(tag)
+        received = [self._data.recv([tensor], peer, number) for peer, tensor in recvs]
+        sent = [self._data.send([tensor], peer, number) for peer, tensor in sends]
         return GeneratedResponse(
             received=Pending(received, [tensor for _, tensor in recvs], self._closed),
             sent=Pending(sent, [tensor for _, tensor in sends], self._closed),

@@ -260,6 +260,7 @@ class Transfers:
         for transfer in self._under_way:
             self._wait(transfer, transfer.received, transfer.sent)
             self._let_go(transfer)
+            self.progress()  # what follows begins transfers that this loop comes to
         if self._in_order is not None:
             return
         if self.overlap:

@@ -176,6 +176,36 @@ def test_what_arrives_is_passed_on_while_something_else_is_waited_for() -> None:
     assert on_ranks(3, rank) == [0, 8, 0]
 
 
+def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
+    """Rank 1 owes rank 2 a row while both do something urgent with rows of the same kind."""
+
+    def rank(mesh: Mesh) -> list[float]:
+        room, urgent = torch.zeros(1), torch.zeros(1)
+        done = torch.zeros(1)
+        with Transfers(mesh, JobClock()) as transfers:
+            if mesh.rank == 1:
+                arrival = transfers.start([], [(0, room)], Tag.ROWS, LABEL)
+                transfers.pass_on(arrival, [(2, room)], Tag.RELAYED_ROWS, LABEL)
+            elif mesh.rank == 2:
+                arrival = transfers.start([], [(1, room)], Tag.RELAYED_ROWS, LABEL)
+            with mesh.lane(1), Transfers(mesh, JobClock()) as inner:
+                if mesh.rank == 1:
+                    inner.start([(2, torch.full((1,), 9.0))], [], Tag.RELAYED_ROWS, LABEL)
+                    mesh.hear(done, 2, ControlTag.MEETING).wait()
+                    mesh.tell(done, 0, ControlTag.MEETING).wait()
+                elif mesh.rank == 2:
+                    inner.wait(inner.start([], [(1, urgent)], Tag.RELAYED_ROWS, LABEL))
+                    mesh.tell(done, 1, ControlTag.MEETING).wait()
+            if mesh.rank == 0:
+                mesh.hear(done, 1, ControlTag.MEETING).wait()
+                transfers.start([(1, torch.ones(1))], [], Tag.ROWS, LABEL)
+            else:
+                transfers.wait(arrival)
+        return [float(room), float(urgent)]
+
+    assert on_ranks(3, rank) == [[0, 0], [1, 0], [1, 9]]
+
+
 def test_between_two_parts_of_computing_what_has_arrived_is_passed_on() -> None:
     def rank(mesh: Mesh) -> float:
         room = torch.zeros(4)
