@@ -129,12 +129,18 @@ async def thread_cell(
     prefill_tp: int = 1,
     decode_tp: int = 1,
     kv_slots: int = 4096,
+    kv_in_flight_bytes: int = 2**20,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
     data_group: GroupMaker | None = STRICT,
 ) -> AsyncIterator[ThreadCell]:
     """Two gangs of so many instances, attached and connected; some ranks may be processes."""
-    plan = partial(GangPlan, model_dir=str(model_dir), kv_slots=kv_slots)
+    plan = partial(
+        GangPlan,
+        model_dir=str(model_dir),
+        kv_slots=kv_slots,
+        kv_in_flight_bytes=kv_in_flight_bytes,
+    )
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
     cell = ThreadCell()

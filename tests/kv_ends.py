@@ -212,6 +212,7 @@ class Source:
         self._k, self._v = k, v
         self.lost: SimpleQueue[str] = SimpleQueue()
         self.broken: SimpleQueue[BaseException] = SimpleQueue()
+        self._ended = False
         self._sent: SimpleQueue[Exception | None] = SimpleQueue()
         for part in self.parts:
             cut = (part.span.start + part.span.stop) // 2
@@ -239,11 +240,27 @@ class Source:
             mine = None if kept_ht is None else kept_ht[columns, rows]
             self.sender.post(self.delivery, layer, part, mine)
 
-    def sent(self) -> Exception | None:
-        """End the step, give back what it holds, and wait for the rest of its KV to land."""
+    def end_step(self) -> None:
+        """Nothing more is computed, and the request is free: somebody else takes all slots that
+        there are."""
+        if self._ended:
+            return
+        self._ended = True
         self.pool.free_request(RID)
+        rest = Span(start=0, stop=self.pool.free)  # those that wait to be sent are none of them
+        self.pool.allocate(NEXT_RID, [rest])
+        for layer in range(LAYERS):
+            shape = (rest.length, len(self.heads), HEAD_DIM)
+            garbage = torch.full(shape, float("nan"), dtype=self.pool.k.dtype)
+            self.pool.write(layer, NEXT_RID, rest, garbage, garbage)
+        self.pool.free_request(NEXT_RID)
         self.delivery.finish()
+
+    def sent(self) -> Exception | None:
+        """End the step, and wait for the rest of its KV to land."""
+        self.end_step()
         failure = self._sent.get(timeout=WAIT_S)
+        assert self._sent.empty()
         assert self.pool.used == 0
         self.pool.check_integrity()
         return failure

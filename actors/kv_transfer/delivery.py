@@ -70,6 +70,7 @@ class Delivery:
 
     def _close_one(self, failure: Exception | None) -> None:
         with self._lock:
+            assert self._open > 0, "more has ended than was posted"
             self._failure = self._failure or failure
             self._open -= 1
             if self._open:

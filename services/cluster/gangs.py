@@ -142,8 +142,8 @@ def resolve_device(device: str, num_gpus: float) -> str:
 
 
 def check_gpus(settings: Settings) -> None:
-    """Every rank has a GPU of its own, or none has: NCCL refuses two ranks on one GPU, and KV does
-    not go from GPUs to processors.
+    """Every rank has a GPU of its own, or none has: NCCL refuses two ranks on one GPU, and
+    nobody has tried GPUs for one gang and processors for the other.
 
     Raises:
         ConfigError: `device` and `num_gpus` do not say so.

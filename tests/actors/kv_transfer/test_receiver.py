@@ -236,6 +236,62 @@ def test_kv_of_a_request_that_has_left_is_dropped(spec: ModelSpec) -> None:
         check_next_lands(connection, receiver, spec)
 
 
+def test_a_message_larger_than_what_was_granted_breaks_the_rank(spec: ModelSpec) -> None:
+    """Before memory is taken for it."""
+    with pair(spec) as (connection, receiver):
+        it = header(span=Span(start=0, stop=2**40))
+        sending = connection.send(DECODE, it, KvBody(torch.empty(0), torch.empty(0)))
+        broken = receiver.report()
+        assert isinstance(broken, TransferError)
+        assert "larger than what was granted" in str(broken)
+        sending.wait()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_sender_that_goes_or_stops_in_the_middle_of_a_message_is_reported(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    """What it announced will never come."""
+    with pair(spec) as (connection, receiver):
+        monkeypatch.setattr(connection_module, "MESSAGE_DEADLINE", timedelta(milliseconds=50))
+        it = header(heads=range(spec.kv_heads))
+        connection.send(DECODE, it, KvBody(torch.empty(0), torch.empty(0))).wait()
+        if dies:
+            connection.close()
+        assert receiver.report().startswith("prefill rank 0: ")
+        assert not receiver.pool.view(0, RID)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_kv_that_was_changed_on_its_way_fails_its_request(spec: ModelSpec, whole: bool) -> None:
+    """If it carries a checksum; nothing of the request lands any more, and other requests' does."""
+    with pair(spec) as (connection, receiver):
+        receiver.reservations[RID] = reservation(
+            (Span(start=0, stop=10),), range(spec.kv_heads), kept_only=not whole
+        )
+        it = header(heads=range(spec.kv_heads))
+        sent = body(it)
+        if not whole:
+            kept_ht = torch.zeros(spec.kv_heads, 10, dtype=torch.bool)
+            kept_ht[:, 3:5] = True
+            rows = torch.randn(2 * spec.kv_heads, HEAD_DIM)
+            it, sent = replace(it, kept=len(rows)), KvBody(rows, -rows, kept_ht)
+        checksum = sent.checksum()
+        if sent.kept_ht is None:
+            sent.v[9, 0, 1] += 1e-6
+        else:
+            sent.kept_ht[0, 3:7] = torch.tensor([False, True, True, False])
+        send(connection, replace(it, checksum=checksum), sent)
+        failed = receiver.report()
+        assert isinstance(failed, RequestFailed)
+        assert (failed.rid, failed.code) == (RID, "TransferError")
+        assert "was changed on its way" in failed.message
+        assert not receiver.pool.narrowed(0, RID)
+        assert not receiver.pool.view(0, RID)
+        send_share(connection, spec, RID)
+        check_next_lands(connection, receiver, spec)
+
+
 def test_a_stream_out_of_step_breaks_the_rank(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         with pytest.MonkeyPatch.context() as patch:

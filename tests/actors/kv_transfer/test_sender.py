@@ -34,7 +34,7 @@ from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.connection import Grant, KvConnection, KvTag
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
-from csps.actors.mesh import PeerLost
+from csps.actors.mesh import PeerLost, Pending
 from csps.models.spec import ModelSpec
 from csps.protocols.errors import ConfigError, TransferError
 from csps.protocols.messages import KvShare, PrefillPiece, Span
@@ -145,6 +145,7 @@ def test_no_more_is_read_or_sent_than_is_granted(
         source.pool.read_pinned = counted  # type: ignore[method-assign]
         for layer in range(LAYERS):
             source.send(layer)
+        source.end_step()
         receiver.grant(window)
         row = spec.kv_heads * (2 * HEAD_DIM * 4 + 1)
         while receiver.entries < LAYERS * TOKENS * spec.kv_heads:
@@ -153,8 +154,11 @@ def test_no_more_is_read_or_sent_than_is_granted(
             ):
                 receiver.acknowledge()
             receiver.take()
-        receiver.acknowledge_all()
+        while receiver.owed:
+            assert source.pool.used, "somebody may write where KV is still being read"
+            receiver.acknowledge()
         assert source.sent() is None
+        assert source.broken.empty()
         assert max(excess) <= 0
         check_messages(receiver, source)
 
@@ -169,6 +173,34 @@ def check_messages(receiver: SlowReceiver, source: Source) -> None:
         assert torch.equal(body.k, source._k[header.layer, rows, heads])
         assert torch.equal(body.v, source._v[header.layer, rows, heads])
     assert (seen == 1).all()
+
+
+def test_what_lies_together_is_sent_from_where_it_lies(spec: ModelSpec) -> None:
+    """The pool's own memory is handed to the connection, unless it has to be gathered."""
+    with sending(spec) as (source, (end,)):
+        handed: list[KvBody] = []
+        send = source.sender.connection.send
+
+        def watched(peer: int, header: KvHeader, body: KvBody) -> Pending:
+            handed.append(body)
+            return send(peer, header, body)
+
+        source.sender.connection.send = watched  # type: ignore[method-assign]
+        source.send(1)
+        source.send(0, torch.ones(spec.kv_heads, TOKENS, dtype=torch.bool))
+        receiver = SlowReceiver(end, 8 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1))
+        while receiver.entries < LAYERS * TOKENS * spec.kv_heads:
+            receiver.take()
+            receiver.acknowledge()
+        assert source.sent() is None
+    inside = [in_pool(source, body.k) and in_pool(source, body.v) for body in handed]
+    # Slots are 5 to 9 and 0 to 4, and a message has up to four tokens.
+    assert inside == [True, False, True] + [False] * 3
+
+
+def in_pool(source: Source, tensor: Tensor) -> bool:
+    pools = (source.pool.k, source.pool.v)
+    return any(0 <= tensor.data_ptr() - it.data_ptr() < it.nbytes for it in pools)
 
 
 def test_posting_waits_for_nobody(spec: ModelSpec) -> None:

@@ -1,0 +1,211 @@
+"""What it costs to send a prompt's KV from one rank to another, with and without checksums.
+
+    python benchmarks/kv_transfer.py [--tokens 16384] [--layers 8] [--kv-heads 8] [--head-dim 64]
+        [--in-flight-mib 32] [--rounds 10]
+
+Both ends are in this process, with a thread each, and a loopback connection between them. For each
+share of messages that carry a checksum: seconds from the first layer's posting to the last one's
+landing, processor seconds of the whole process, and bytes a second; medians over rounds in which
+the shares take turns. Torch uses one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.kv_transfer.connection import KvConnection
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.kv_transfer.receiver import KvReceiver
+from csps.actors.kv_transfer.reservation import Reservation
+from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.layout import LocalPiece
+from csps.models.spec import ModelSpec, read_spec
+from csps.protocols.messages import ConnectKv, KvShare, PrefillPiece, Reserve, Sampling, Span
+from csps.services.launch.settings import shipped_models
+
+SHARES = (0.0, 0.1, 1.0)
+"""Of messages that carry a checksum."""
+RID, EPOCH = 1, "benchmark"
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One prompt's way."""
+
+    wall_s: float
+    processor_s: float
+
+
+class Pair:
+    """A prefill and a decode rank with nothing but their pools."""
+
+    def __init__(self, spec: ModelSpec, tokens: int, *, checked: float, in_flight: int) -> None:
+        self.spec, self.span = spec, Span(start=0, stop=tokens)
+        self.pools = [pool_of(spec, tokens) for _ in range(2)]
+        self.ends = connect()
+        self.reports: SimpleQueue[Any] = SimpleQueue()
+        self.reservations: dict[int, Reservation] = {}
+        self.sender = KvSender(
+            self.ends[0],
+            self.pools[0],
+            spec,
+            rank=0,
+            in_flight_bytes=in_flight,
+            checked=checked,
+            on_lost=self.reports.put,
+            on_broken=self.reports.put,
+        )
+        self.receiver = KvReceiver(
+            self.ends[1],
+            self.pools[1],
+            rank=0,
+            in_flight_bytes=in_flight,
+            find=self.reservations.get,
+            on_landed=lambda _: self.reports.put(None),
+            on_failed=self.reports.put,
+            on_lost=self.reports.put,
+            on_broken=self.reports.put,
+        )
+
+    def prepare(self) -> None:
+        """The prompt is computed here, and expected there."""
+        for pool in self.pools:
+            pool.free_request(RID)
+            pool.allocate(RID, [self.span])
+        for layer in range(self.spec.layers):
+            shape = (self.span.length, self.spec.kv_heads, self.spec.head_dim)
+            self.pools[0].write(layer, RID, self.span, torch.randn(shape), torch.randn(shape))
+        self.reservations[RID] = Reservation(
+            request=Reserve(
+                rid=RID,
+                epoch=EPOCH,
+                shares=self.shares,
+                master=0,
+                prompt_length=self.span.length,
+                sampling=Sampling(),
+            ),
+            spans=(self.span,),
+            heads=range(self.spec.kv_heads),
+            layers=self.spec.layers,
+            owner="",
+        )
+
+    @property
+    def shares(self) -> tuple[KvShare, ...]:
+        return (KvShare(instance=0, span=self.span),)
+
+    def send(self) -> Round:
+        """All layers, until they have landed."""
+        piece = PrefillPiece(rid=RID, start=0, length=self.span.length, destinations=self.shares)
+        part = LocalPiece(piece, self.span, slice(0, self.span.length))
+        delivery = Delivery(self.pools[0], self.reports.put)
+        wall, processor = time.perf_counter(), time.process_time()
+        for layer in range(self.spec.layers):
+            self.sender.post(delivery, layer, part)
+        delivery.finish()
+        for _ in range(2):  # landed there, and told here
+            if (failure := self.reports.get(timeout=WAIT_S)) is not None:
+                raise RuntimeError(failure)
+        return Round(wall_s=time.perf_counter() - wall, processor_s=time.process_time() - processor)
+
+    def close(self) -> None:
+        """Leave."""
+        self.sender.close()
+        self.receiver.close()
+
+
+def pool_of(spec: ModelSpec, tokens: int) -> KvPool:
+    """For one prompt."""
+    return KvPool(
+        layers=spec.layers,
+        slots=tokens,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+
+def connect() -> list[KvConnection]:
+    """Both ends."""
+    store = HashStore()
+    message = ConnectKv(
+        epoch=EPOCH,
+        store_host="",
+        store_port=0,
+        prefill_ranks=1,
+        decode_ranks=1,
+        prefill_tp=1,
+        decode_tp=1,
+    )
+    with ThreadPoolExecutor(2) as threads:
+        make = [
+            threads.submit(
+                KvConnection, store, message, rank=0, is_decode=is_decode, host="127.0.0.1"
+            )
+            for is_decode in (False, True)
+        ]
+        return [it.result() for it in make]
+
+
+@contextmanager
+def pairs(args: argparse.Namespace) -> Iterator[dict[float, Pair]]:
+    """One for each share."""
+    spec = replace(
+        read_spec(shipped_models() / "needle"),
+        layers=args.layers,
+        heads=args.kv_heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+    )
+    in_flight = args.in_flight_mib * 2**20
+    made = {it: Pair(spec, args.tokens, checked=it, in_flight=in_flight) for it in SHARES}
+    try:
+        yield made
+    finally:
+        for pair in made.values():
+            pair.close()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--in-flight-mib", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds: dict[float, list[Round]] = defaultdict(list)
+    with pairs(args) as made:
+        for _ in range(args.rounds + 1):
+            for share, pair in made.items():
+                pair.prepare()
+                rounds[share].append(pair.send())
+        sent = 2 * 4 * args.tokens * args.layers * args.kv_heads * args.head_dim
+    print(f"{sent / 1e6:.0f} MB of KV")
+    print(f"{'checked':>8} {'seconds':>9} {'processor':>10} {'GB/s':>6}")
+    for share, taken in rounds.items():
+        wall_s = statistics.median(it.wall_s for it in taken[1:])
+        processor_s = statistics.median(it.processor_s for it in taken[1:])
+        print(f"{share:8.1f} {wall_s:9.3f} {processor_s:10.3f} {sent / wall_s / 1e9:6.2f}")
+
+
+if __name__ == "__main__":
+    main()
