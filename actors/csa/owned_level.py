@@ -14,6 +14,7 @@ from csps.actors.csa.first_exchange import FirstAllToAll
 from csps.actors.csa.level_buffers import LevelBuffers
 from csps.actors.csa.routes import Rectangle, SegmentRoutes, Step
 from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.query_blocks import query_blocks
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into, nothing_seen
 
@@ -55,28 +56,37 @@ class OwnedLevel:
             self.buffers.take_reused(step, nearer)
             if not self._computes(step):
                 continue
-            with self._group.clock.timeline.phase(
-                "attention", layer=self._layer, level=self.routes.level, micro=step.micro
-            ):
-                for rectangle in self.buffers.mine.rectangles(step):
-                    self._attend(rectangle, step)
-            self._group.points.point()
+            for rectangle in self.buffers.mine.rectangles(step):
+                self._attend_in_blocks(rectangle, step)
             if self._finishes(step):
                 yield self._finished(step.query_micro)
 
-    def _attend(self, rectangle: Rectangle, step: Step) -> None:
+    def _attend_in_blocks(self, rectangle: Rectangle, step: Step) -> None:
+        timeline = self._group.clock.timeline
         q_nhd = self.buffers.queries[step.query_micro][rectangle.block][rectangle.queries]
+        for rows in query_blocks(q_nhd, rectangle.keys.stop - rectangle.keys.start):
+            with timeline.phase(
+                "attention", layer=self._layer, level=self.routes.level, micro=step.micro
+            ):
+                self._attend(rectangle, rows, step)
+            self._group.points.point()
+
+    def _attend(self, rectangle: Rectangle, part: slice, step: Step) -> None:
+        """Some of a rectangle's queries."""
+        queries = self.buffers.queries[step.query_micro][rectangle.block][rectangle.queries]
         k_ngd, v_ngd = self.buffers.keys_of(rectangle)
-        sees = len(k_ngd)
+        q_nhd, sees = queries[part], len(k_ngd)
+        positions = range(sees - len(queries), sees)[part]
         out_nhd, lse_hn = attention(
             q_nhd,
             k_ngd,
             v_ngd,
-            q_positions=range(sees - len(q_nhd), sees) if rectangle.causal else None,
+            q_positions=positions if rectangle.causal else None,
             k_positions=range(sees) if rectangle.causal else None,
             scale=self._scale,
         )
-        rows, block = rectangle.queries, rectangle.block
+        first, block = rectangle.queries.start, rectangle.block
+        rows = slice(first + part.start, first + part.stop)
         buffer = self.buffers.queries[step.query_micro][block]
         if len(q_nhd) == len(buffer) and block not in self._partial:
             self._partial[block] = out_nhd, lse_hn  # one call for all is common: no copy

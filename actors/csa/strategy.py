@@ -43,6 +43,7 @@ from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
 from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.history import History, HistoryMember, through
+from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
@@ -196,16 +197,20 @@ class Csa(WithTransfers):
     def _own_rows(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> OwnRows:
         """What needs no other member."""
         exchanged = set() if self._geometry.local_first_level else self._own_starts
+        pieces = [
+            it.rows
+            for it in self._group.local
+            if it.rows.start not in exchanged and self._group.wanted(it.piece)
+        ]
+        longest = max((rows.stop - rows.start for rows in pieces), default=0)
+        blocks = sum(1 for _ in query_blocks(q_thd[:longest], longest))
         return OwnRows(
             q_thd,
             k_thd,
             v_thd,
-            pieces=[
-                it.rows
-                for it in self._group.local
-                if it.rows.start not in exchanged and self._group.wanted(it.piece)
-            ],
-            micro_partitions=self._micro_partitions(layer)[0],
+            pieces=pieces,
+            # Nothing of it is sent, so it may be cut as finely as the others' turns want it.
+            micro_partitions=max(self._micro_partitions(layer)[0], blocks),
             scale=self._scale,
         )
 

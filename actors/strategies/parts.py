@@ -24,8 +24,9 @@ from csps.models.spec import ModelSpec
 from csps.protocols.csa import CsaPlan
 from csps.protocols.even_share import even_share
 from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.topology import Segments
 
-MLP_ROWS = 4096
+MLP_ROWS = 2048
 """Of one block of a layer's MLP."""
 
 Phases = tuple[int, ...]
@@ -146,9 +147,10 @@ class _Counts:
         self._rank_heads = -(-shape.heads // shape.tp)
         self._rows = job.bounds[-1]
         self._shares = [stop - start for start, stop in pairwise(job.bounds)]
-        self._by_micro: dict[tuple[int, ...], Phases] = {}
+        self._by_cuts: dict[tuple[int, ...], Phases] = {}
+        """Layers of as many micro-partitions have equal phases."""
 
-    @property
+    @cached_property
     def mlp(self) -> int:
         """An instance's ranks sum their parts at the same time, so there it is one block."""
         if self._shape.tp > 1 or self._shape.whole:
@@ -172,35 +174,56 @@ class _Counts:
 
     def _over_heads(self, heads: int) -> Phases:
         """All rows of own heads: history if there is any, and the chunk."""
+        if () in self._by_cuts:
+            return self._by_cuts[()]
         chunk = sum(self._blocks(piece.length, heads, piece.length) for piece in self._job.pieces)
         asked = [self._rows] * (self._rank_heads // heads if heads else 1)
-        return (*self._history(asked, heads), max(1, chunk))
+        self._by_cuts[()] = (*self._history(asked, heads), max(1, chunk))
+        return self._by_cuts[()]
 
     def _csa(self, plan: CsaPlan, layer: int) -> Phases:
         """One for every micro-partition of the queries of an exchanged level. Own rows are computed
         wherever a member would wait, and at the latest at the end; where exchanges are not beside
         computing, before them."""
         group = plan.layer_group(layer)
-        levels = range(1, plan.levels + 1)
-        micro = {level: group.micro(level) if plan.pipelined else 1 for level in levels}
-        local = LevelGeometry(parts=(), levels=plan.segments()).local_first_level
-        exchanged = [level for level in levels if level > 1 or not local]
-        own = micro[1]
+        cuts = tuple(group.micro(v) if plan.pipelined else 1 for v in range(1, plan.levels + 1))
+        if cuts in self._by_cuts:
+            return self._by_cuts[cuts]
+        longest = max(self._shares)
+        own = max(cuts[0], self._blocks(longest, self._rank_heads, longest))
+        first = 2 if LevelGeometry(parts=(), levels=plan.segments()).local_first_level else 1
         phases = [
-            (micro[level] if index == 0 else 1) + own
-            for level in exchanged
-            for index in range(micro[level])
+            blocks
+            for segments, micro in list(zip(plan.segments(), cuts, strict=True))[first - 1 :]
+            for blocks in self._level(segments, micro)
         ]
-        ends = [*phases, own] if plan.pipelined else [own, *phases]
-        return (*self._history(self._shares, self._rank_heads), *ends)
+        if plan.pipelined:  # as much of the own rows in each phase, and all that may be left
+            beside = 1 + own // (len(phases) + 1)
+            ends = [*(blocks + beside for blocks in phases), own]
+        else:
+            ends = [own, *phases]
+        history = self._history(self._shares, self._rank_heads)
+        self._by_cuts[cuts] = (*history, *ends)
+        return self._by_cuts[cuts]
+
+    def _level(self, segments: Segments, micro: int) -> Iterator[int]:
+        """Of each micro-partition of a level's queries: the first meets the keys one
+        micro-partition after the other, those that follow all of them at once."""
+        bounds = self._job.bounds
+        rows = max(bounds[members.stop] - bounds[members.start] for members in segments)
+        heads = self._head_share(self._rank_heads, min(map(len, segments)))
+        queries = -(-rows // micro)
+        yield micro * max(1, self._blocks(queries, heads, queries))
+        for _ in range(micro - 1):
+            yield max(1, self._blocks(queries, heads, rows))
 
     def _sp_tp(self, plan: CsaPlan | None, layer: int) -> Phases:
         """One before each part of the rows is handed on, and one after the last. Pipelined, about
         half of the attention comes before the first."""
         pipelined = plan is not None and plan.pipelined
         cuts = plan.layer_group(layer).micro(1) if plan is not None and pipelined else 1
-        if (cuts,) in self._by_micro:
-            return self._by_micro[cuts,]
+        if (cuts,) in self._by_cuts:
+            return self._by_cuts[cuts,]
         lengths = [length for rows in self._shares for length in self._row_parts(rows, cuts)]
         heads = self._head_share(self._rank_heads, len(self._job.group))
         if pipelined:
@@ -213,7 +236,7 @@ class _Counts:
         asked = [self._rows] * len(self._job.group)
         history = self._history(asked, heads)
         phases = (projected + blocks, *history, *early) if history else early
-        self._by_micro[cuts,] = phases
+        self._by_cuts[cuts,] = phases
         return phases
 
     def _row_parts(self, rows: int, cuts: int) -> Iterator[int]:

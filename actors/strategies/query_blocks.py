@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-BLOCK_PRODUCTS = 2**33
-"""Multiplications of q·k in one block of queries, between which urgent jobs may run: a fifth to
-half a second on a core, as long as blocks are not kept at their least rows."""
-MIN_BLOCK_ROWS = 2048
-"""Shorter blocks make attention slower. With many keys such a block takes longer: some seconds at
-256K."""
+BLOCK_PRODUCTS = 2**31
+"""Multiplications of q·k in one block of queries, between which other work may run: a twentieth of
+a second on a core, as long as blocks are not kept at their least rows."""
+MIN_BLOCK_ROWS = 768
+"""Shorter blocks make attention slower, as torch then works off fewer queries at a time. With many
+keys such a block takes longer: near a second at 256K."""
 
 
 def query_blocks(q_thd: Tensor, keys: int) -> Iterator[slice]:

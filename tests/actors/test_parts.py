@@ -16,6 +16,7 @@ from small_blocks import blocks_of
 from strategy_gangs import Gangs, started_once
 from strategy_ranks import StrategyRanks, job_of
 from test_history import STRATEGIES, jobs
+from test_withdrawn import BOUNDS, CASES, LENGTHS
 from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
@@ -43,6 +44,17 @@ class Watch:
 
     def part(self, rank: int, number: int) -> None:
         self.passed[rank].append(number)
+
+    def check(self, job: PrefillJob) -> None:
+        parts = self._gang.points(job, 0, self.part)._parts
+        assert parts is not None
+        for passed in self.passed.values():
+            assert all(one <= other for one, other in pairwise(passed))
+            assert passed[-1] < parts.total
+        for message, at in self.sent.items():
+            assert len(at) == len(self.received[message])
+            if job.strategy != "sp_tp" or message[2] not in PASSED_ON:
+                assert at == self.received[message], message
 
     @contextmanager
     def on_meshes(self) -> Iterator[None]:
@@ -98,16 +110,17 @@ def test_both_ends_of_a_message_are_begun_between_the_same_parts(
 ) -> None:
     gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
     with blocks_of(data.draw(st.integers(3, 30))):
-        watch = run(gang, job)
-        parts = gang.points(job, 0, watch.part)._parts
-    assert parts is not None
-    for passed in watch.passed.values():
-        assert all(one <= other for one, other in pairwise(passed))
-        assert passed[-1] < parts.total
-    for message, at in watch.sent.items():
-        assert len(at) == len(watch.received[message])
-        if strategy != "sp_tp" or message[2] not in PASSED_ON:
-            assert at == watch.received[message], message
+        run(gang, job).check(job)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "sparse" in name or "csa" in name])
+def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
+    strategy, plan = CASES[case]
+    gang, job = gangs("gqa", 4, 1), job_of(BOUNDS, LENGTHS, strategy=strategy, csa=plan)
+    watch = Watch(gang)
+    with blocks_of(4), watch.on_meshes():
+        gang.run(job, strategy_of, watch.part, withdrawn=(2,))
+        watch.check(job)
 
 
 @pytest.mark.parametrize(
