@@ -1,0 +1,266 @@
+"""What one stream of a device writes another one reads in a certain order, and memory stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from mesh_threads import on_ranks
+from stream_races import NcclGroup, Race, Races
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from csps.actors.collectives.row_gather import RowGather
+from csps.actors.collectives.row_reduce import RowReduce
+from csps.actors.collectives.row_shards import RowShards
+from csps.actors.collectives.row_tree import server_tree
+from csps.actors.followers import FollowInOrder
+from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import KvPool
+from csps.actors.kv_transfer.staging import Staging, launched_so_far
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.actors.transfers import Label, Transfers
+from csps.protocols.messages import Span
+
+CUDA = torch.device("cuda")
+LABEL = Label(phase="all-gather")
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+    it = Races()
+    it.replace_cuda(monkeypatch)
+    with torch.inference_mode(), it:
+        yield it
+
+
+# --- the checker ---------------------------------------------------------------------------------
+
+
+def test_a_write_that_another_stream_may_miss_is_found(races: Races) -> None:
+    x, side = torch.zeros(4), races.stream()
+    with pytest.raises(Race, match="add"), races.on(side):
+        x + 1
+    side.wait_stream(races.current)
+    with races.on(side):
+        x + 1
+    with pytest.raises(Race, match="fill_"):
+        x.fill_(2)
+    races.current.wait_stream(side)
+    x.fill_(3)
+
+
+def test_memory_that_is_given_back_too_early_is_found(races: Races) -> None:
+    x, side = torch.zeros(4), races.stream()
+    side.wait_stream(races.current)
+    with races.on(side):
+        y = x + 1
+    del x
+    with pytest.raises(Race, match="given back"):
+        torch.zeros(4)
+    races.current.wait_stream(side)
+    y + 1
+
+
+def test_rows_that_are_told_apart_do_not_race(races: Races) -> None:
+    x, side = torch.zeros(4, 2), races.stream()
+    side.wait_stream(races.current)
+    with races.on(side):
+        x[:2] + 1
+    x[2:].fill_(1)
+    with pytest.raises(Race):
+        x[1:3].fill_(1)
+    races.current.wait_stream(side)
+
+
+# --- KV that is sent -----------------------------------------------------------------------------
+
+
+class Sending:
+    """A prefill rank's pool and the thread that sends from it, which here is the same one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
+        patch.setattr(Staging, "buffer", lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+        fields = {"layers": 1, "slots": 8, "kv_heads": 2, "head_dim": 4}
+        self.pool = KvPool(**fields, dtype=torch.float32, device="cpu")
+        self.staging = Staging(CUDA)
+
+    def compute(self, rid: int, span: Span) -> None:
+        """The engine writes a layer."""
+        self.pool.allocate(rid, [span])
+        kv_thd = torch.ones(span.length, 2, 4)
+        self.pool.write(0, rid, span, kv_thd, kv_thd)
+
+    def read(self, rid: int, span: Span) -> list[Tensor]:
+        """To host memory, as `SendQueue` does."""
+        with self.staging.copying():
+            (view,) = self.pool.view(0, rid, span)
+            return [self.staging.to_host(view.k_thd), self.staging.to_host(view.v_thd)]
+
+
+@pytest.fixture
+def sending(races: Races, monkeypatch: pytest.MonkeyPatch) -> Sending:
+    return Sending(monkeypatch)
+
+
+SPAN = Span(start=0, stop=4)
+
+
+def test_kv_is_read_when_the_device_has_written_it(sending: Sending) -> None:
+    sending.compute(1, SPAN)
+    ready = launched_so_far(CUDA)
+    assert ready is not None
+    assert ready.query()
+    read = sending.read(1, SPAN)
+    # It was copied: the slots may be another request's.
+    sending.pool.free_request(1)
+    sending.compute(2, Span(start=0, stop=8))
+    with _disable_current_modes():  # the host's
+        assert all(bool((x == 1).all()) for x in read)
+
+
+def test_kv_that_may_not_be_written_yet_is_not_read(sending: Sending) -> None:
+    sending.compute(1, SPAN)
+    with pytest.raises(Race):
+        sending.read(1, SPAN)
+
+
+def test_what_the_engine_writes_later_does_not_matter(sending: Sending) -> None:
+    """It computes the next layer, or another request's rows, while the first ones are read."""
+    sending.compute(1, SPAN)
+    ready = launched_so_far(CUDA)
+    assert ready is not None
+    assert ready.query()
+    sending.compute(2, Span(start=0, stop=2))
+    sending.read(1, SPAN)
+
+
+def test_slots_are_not_taken_while_they_are_copied(
+    races: Races, sending: Sending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stream_races.Stream.synchronize", lambda stream: None)
+    sending.compute(1, SPAN)
+    ready = launched_so_far(CUDA)
+    assert ready is not None
+    assert ready.query()
+    kept = sending.read(1, SPAN)
+    sending.pool.free_request(1)
+    with pytest.raises(Race):
+        sending.compute(2, Span(start=0, stop=8))
+    races.current.wait_stream(cast(Any, sending.staging._stream))
+    assert kept
+
+
+# --- exchanges -----------------------------------------------------------------------------------
+
+
+def on_nccl(body: Any, ranks: int = 3) -> None:
+    """`body(mesh, races)` on the first rank, whose peers are nobody."""
+    races = Races()
+    over = threading.Event()
+
+    def rank(mesh: Mesh) -> None:
+        if mesh.rank:
+            assert over.wait(60)
+            return
+        try:
+            mesh.device = torch.device("cpu")
+            with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), races:
+                races.replace_cuda(patch)
+                body(mesh, races)
+                torch.zeros(1)
+        finally:
+            over.set()
+
+    on_ranks(ranks, rank, lambda store, rank, size, host: cast(Any, NcclGroup(races)))
+
+
+ROUTES = QueryRoutes(rows=3, held_here=range(3), outgoing={1: [0, 2], 2: [1]}, incoming={1: 2})
+
+
+def answers(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
+    return q_rhd.float() * 2, q_rhd.sum(-1).float()
+
+
+def test_queries_and_answers_are_there_when_they_are_used() -> None:
+    def body(mesh: Mesh, races: Races) -> None:
+        for _ in range(3):  # layers, whose tensors come and go
+            exchange_queries(
+                torch.ones(3, 2, 4),
+                mesh=mesh,
+                routes=ROUTES,
+                partial=answers,
+                tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
+            )
+
+    on_nccl(body)
+
+
+def test_an_answer_that_is_used_before_it_is_there_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stream_races.NcclWork.wait", lambda work: True)
+    with pytest.raises(Race):
+        test_queries_and_answers_are_there_when_they_are_used()
+
+
+def gather_and_reduce(mesh: Mesh, device: torch.device) -> None:
+    """Layers of relays and sums, seen by a gate, or by an owner whose rows others pass on."""
+    mesh.device = device
+    shards = RowShards(
+        mesh=mesh,
+        ranks=(0, 1, 2, 3),
+        bounds=(0, 2, 4, 6, 8),
+        servers=(0, 0, 1, 1),
+        takers=(0, 1, 2, 3),
+        tree=server_tree,
+        replicas=(0, 1, 2, 3),
+    )
+    parts = tuple(shards.parts(2))
+    with Transfers(mesh, JobClock()) as transfers:
+        for layer in range(3):
+            held_td = torch.ones(2, 3)
+            gather = RowGather(shards, held_td, parts, transfers, layer=layer)
+            reduce = RowReduce(shards, torch.empty(3), parts, transfers, layer=layer)
+            with gather, reduce:
+                for part in parts:
+                    gather.wait(part)
+                    reduce.add(part, gather.rows_td[part.rows] * 2)
+                reduce.result() + 1
+            del held_td, gather, reduce
+
+
+def test_relays_and_sums_run_in_a_certain_order() -> None:
+    on_nccl(lambda mesh, races: gather_and_reduce(mesh, CUDA), ranks=4)
+
+
+def test_sums_that_nobody_waits_for_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("csps.actors.followers.Task.result", lambda task: task.future.result())
+    with pytest.raises(Race):
+        test_relays_and_sums_run_in_a_certain_order()
+
+
+def test_rows_that_are_used_before_they_are_there_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Transfers, "wait", lambda transfers, transfer: None)
+    with pytest.raises(Race):
+        test_relays_and_sums_run_in_a_certain_order()
+
+
+def test_a_followers_stream_waits_for_the_arrival() -> None:
+    def body(mesh: Mesh, races: Races) -> None:
+        mesh.device, room = CUDA, torch.zeros(2)
+        with Transfers(mesh, JobClock()) as transfers:
+            assert isinstance(transfers._followers, FollowInOrder)
+            arrival = transfers.start([], [(1, room)], Tag.ROWS, LABEL)
+            task = transfers.follow("sums", arrival, lambda: room + 1)
+            transfers.wait(arrival)
+            task.result() + 1
+
+    on_nccl(body)
