@@ -7,9 +7,10 @@ from functools import partial
 from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.conducted_ranks import ConductedRanks
 from csps.loadgen.simulator.decode_batch import DecodeBatch, IterationLog, Row
 from csps.loadgen.simulator.network import Network
-from csps.loadgen.simulator.prefill_gang import PrefillGang
+from csps.loadgen.simulator.prefill_gang import Order, PrefillGang
 from csps.loadgen.simulator.requests import IterationEnds, Sequence
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
@@ -67,8 +68,8 @@ class GangListener(Protocol):
 
 
 class SimulatedGangs:
-    """A prefill and a decode gang, or an elastic one, dead or alive. Requests ride on an elastic
-    gang; steps on one are not modelled.
+    """A prefill and a decode gang, or an elastic one whose ranks do both in the order of its
+    conductor, dead or alive.
 
     Args:
         timeline: the simulated time.
@@ -83,7 +84,7 @@ class SimulatedGangs:
         self._ids: dict[GangRole, GangId] = {}
         """Of the living gangs, by role."""
         self._prefill: PrefillGang | None = None
-        self._batch: DecodeBatch | None = None
+        self._batch: DecodeBatch | ConductedRanks | None = None
         self._decode_slots = Slots(())
         self._sequences: dict[SequenceId, Sequence] = {}
         self.logs: list[IterationLog] = []
@@ -116,6 +117,11 @@ class SimulatedGangs:
         return decode if self._prefill is None else {"prefill": self._prefill.slots, **decode}
 
     @property
+    def _prefilling(self) -> GangId | None:
+        """The living gang that prefills."""
+        return self._ids.get("elastic", self._ids.get("prefill"))
+
+    @property
     def _decoding(self) -> GangId | None:
         """The living gang that decodes."""
         return self._ids.get("elastic", self._ids.get("decode"))
@@ -129,11 +135,14 @@ class SimulatedGangs:
         gang = self._ids[role] = self._gangs
         model = self._cluster.gang(role)
         if role == "prefill":
-            self._prefill = self._new_prefill(gang)
+            order = StepOrder(self._timeline, len(model.instances), self._cluster.quantum_ns)
+            self._prefill = self._new_prefill(gang, order, Slots(model.kv_slots))
         else:
+            self._decode_slots = Slots(model.kv_slots)
             self._batch = self._new_batch(gang)
             self.logs.append(self._batch.log)
-            self._decode_slots = Slots(model.kv_slots)
+        if isinstance(self._batch, ConductedRanks):
+            self._prefill = self._new_prefill(gang, self._batch, self._decode_slots)
         self._listener.tell(
             GangUp(
                 gang=gang,
@@ -153,9 +162,9 @@ class SimulatedGangs:
     def down(self, role: GangRole, reason: str = "killed") -> None:
         """A gang is gone with all that it held."""
         gang = self._ids.pop(role)
-        if role == "prefill":
+        if role != "decode":
             self._prefill = None
-        else:
+        if role != "prefill":
             self._report_progress()
             self._batch = None
             self._sequences.clear()
@@ -185,12 +194,11 @@ class SimulatedGangs:
         assert self._batch is not None
         return IterationEnds(self._batch.log, row.joined, row.joined + tokens)
 
-    def _new_prefill(self, gang: GangId) -> PrefillGang:
+    def _new_prefill(self, gang: GangId, order: Order, slots: Slots) -> PrefillGang:
         cluster = self._cluster
-        instances = len(cluster.prefill.instances)
         return PrefillGang(
-            order=StepOrder(self._timeline, instances, cluster.quantum_ns),
-            slots=Slots(cluster.prefill.kv_slots),
+            order=order,
+            slots=slots,
             work_ns=cluster.step_ns,
             route=self._network.route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
@@ -198,8 +206,19 @@ class SimulatedGangs:
             listener=_OfGang(self, gang),
         )
 
-    def _new_batch(self, gang: GangId) -> DecodeBatch:
+    def _new_batch(self, gang: GangId) -> DecodeBatch | ConductedRanks:
         cluster = self._cluster
+        if cluster.roles == ("elastic",):
+            return ConductedRanks(
+                self._timeline,
+                len(cluster.decode.instances),
+                hybrid=cluster.hybrid,
+                quantum_ns=cluster.quantum_ns,
+                gap_ns=cluster.iteration_gap_ns,
+                finished=partial(self._finished, gang),
+                started=self._rider_started,
+                prefilled=partial(self._rider_prefilled, gang),
+            )
         return DecodeBatch(
             self._timeline,
             cluster.table.iteration(len(cluster.decode.instances), cluster.decode.tp),
@@ -288,7 +307,7 @@ class SimulatedGangs:
         """Stop working for a sequence and free what it holds."""
         self.give_up(command.sequence)
         for gang in command.gangs:
-            if self._prefill is not None and gang == self._ids.get("prefill"):
+            if self._prefill is not None and gang == self._prefilling:
                 self._prefill.cancel(command.sequence)
             if self._batch is not None and gang == self._decoding:
                 self._batch.leave(command.sequence, partial(self._free, gang, command.sequence))

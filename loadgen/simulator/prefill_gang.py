@@ -10,7 +10,7 @@ from typing import Protocol
 
 from csps.loadgen.simulator.links import Link
 from csps.loadgen.simulator.slots import Slots
-from csps.loadgen.simulator.step_order import StepOrder, Task
+from csps.loadgen.simulator.step_order import Task
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
 
@@ -29,6 +29,16 @@ class PrefillListener(Protocol):
 
     def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
         """An instance has computed its part, sent its KV and freed it."""
+
+
+class Order(Protocol):
+    """Who computes what next (`StepOrder`)."""
+
+    def submit(self, task: Task) -> None:
+        """Put a step in line."""
+
+    def withdraw(self, task: Task) -> None:
+        """End a step that nobody wants any more."""
 
 
 Route = Callable[[InstanceId, InstanceId], "Link | None"]
@@ -76,7 +86,7 @@ class PrefillGang:
     def __init__(
         self,
         *,
-        order: StepOrder,
+        order: Order,
         slots: Slots,
         work_ns: Callable[[RunStep], int],
         route: Route,
@@ -103,7 +113,8 @@ class PrefillGang:
             destinations: where the KV of each sequence goes.
         """
         parts = zip(step.group, pairwise(step.bounds), strict=True)
-        self.slots.take(step.step, {index_of(it): stop - start for it, (start, stop) in parts})
+        slots = {index_of(it): stop - start for it, (start, stop) in parts}
+        self.slots.take(("step", step.step), slots)
         flows = list(_flows(step, destinations, self._route))
         taking_part = Counter(source for flow in flows for source in flow.sources)
         run = _Run(
@@ -119,6 +130,7 @@ class PrefillGang:
             urgent=step.urgent,
             started=lambda: self._started(run),
             ended=lambda: self._ended(run),
+            sequences=tuple(dict.fromkeys(piece.sequence for piece in step.pieces)),
         )
         self._order.submit(run.task)
 
@@ -175,7 +187,7 @@ class PrefillGang:
     def _instance_done(self, run: _Run, instance: InstanceId) -> None:
         del run.unsent[instance]
         step = run.step.step
-        self.slots.give_back(step, index_of(instance))
+        self.slots.give_back(("step", step), index_of(instance))
         assert run.task is not None
         self._listener.step_done(step, instance, run.task.work_ns if run.wanted else 0)
         if not run.unsent:

@@ -27,6 +27,8 @@ class Task:
     urgent: bool
     started: Callable[[], None]
     ended: Callable[[], None]
+    sequences: tuple[int, ...] = ()
+    """Whose tokens it computes."""
     started_ns: int = -1
     done_ns: int = 0
     """Work done up to `resumed_ns`, or for good while it stands."""

@@ -196,13 +196,13 @@ async def test_a_rider_computes_its_prompt_in_pieces() -> None:
     finally:
         await gang.close()
         await decode.ranks.close()
-    # Iterations compute 4 tokens of the first and 2 of the second prompt, or 4 + 0 if the second
-    # came later; then 5 of the second beside each token of the first.
+    # Beside each token of the first, an iteration computes 5 tokens of the second prompt; which
+    # begins with the first one's, or after two leases at most.
     first, second = ([it for row in drawn for it in row if it[0] == rid] for rid in (1, 2))
     assert first == [(1, index) for index in range(8)]
     assert second == [(2, 0), (2, 1)]
     beside = next(number for number, row in enumerate(drawn) if (2, 0) in row)
-    assert beside in (4, 5)
+    assert 4 <= beside <= 6
 
 
 async def test_actions_run_at_the_times_they_were_planned_for() -> None:

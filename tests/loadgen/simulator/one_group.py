@@ -110,13 +110,11 @@ class OneGroup:
         """Start what can start, join what has landed, start again what a gang took with it."""
         commands: list[AnyCommand] = []
         for event in events:
-            if isinstance(event, GangUp) and event.may_prefill:
-                self._prefill = event.gang
-            elif isinstance(event, GangUp):
-                self._decode, self._decoders = event.gang, len(event.instances)
+            if isinstance(event, GangUp):
+                self._gang_up(event)
+                commands += self._start_waiting() if event.may_prefill is event.may_decode else []
             elif isinstance(event, LinkUp):
-                waiting = [it for it in self._open if it not in self._sequence_of]
-                commands += [command for it in waiting for command in self._start(it)]
+                commands += self._start_waiting()
             elif isinstance(event, Submitted):
                 self._open[event.request] = event
                 commands += self._start(event.request) if self._prefill and self._decode else []
@@ -135,8 +133,18 @@ class OneGroup:
                 commands += self._lost(event.gang)
         return commands, None
 
+    def _gang_up(self, event: GangUp) -> None:
+        if event.may_prefill:
+            self._prefill = event.gang
+        if event.may_decode:
+            self._decode, self._decoders = event.gang, len(event.instances)
+
+    def _start_waiting(self) -> list[AnyCommand]:
+        waiting = [it for it in self._open if it not in self._sequence_of]
+        return [command for it in waiting for command in self._start(it)]
+
     def _cancel(self, request: int) -> Cancel:
-        gangs = tuple(gang for gang in (self._prefill, self._decode) if gang)
+        gangs = tuple(dict.fromkeys(gang for gang in (self._prefill, self._decode) if gang))
         return Cancel(sequence=self._sequence_of.pop(request), gangs=gangs)
 
     def _finished(self, sequence: int) -> list[AnyCommand]:
@@ -146,10 +154,10 @@ class OneGroup:
         return [] if sequence in self._joined else [cancel]
 
     def _lost(self, gang: int) -> list[AnyCommand]:
-        prefill = gang == self._prefill
-        if prefill:
+        prefill = gang == self._prefill != self._decode
+        if gang == self._prefill:
             self._prefill = 0
-        else:
+        if gang == self._decode:
             self._decode = 0
         commands: list[AnyCommand] = []
         for request, sequence in list(self._sequence_of.items()):

@@ -1,4 +1,8 @@
-"""Requests that ride: against closed forms, a queue, and Sarathi-Serve's loop with times."""
+"""Requests that ride: against closed forms, a queue, and Sarathi-Serve's loop with times.
+
+On a pair, whose decode gang has nothing else to do, a rider is in the next iteration. On an elastic
+gang it waits for leases that the conductor has given, as on real ranks: times there are bounded.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import main, scheduler_of
+from csps.protocols.conducting.streams import LEASE_ITERATIONS
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.latency import DecodeCost, DecodeLine, HybridCost, StepCost
 
@@ -35,6 +40,10 @@ def elastic(instances: int = 1, **options: Any) -> ClusterModel:
     model = dict(vars(pair))
     model["prefill"] = model["decode"]
     return ClusterModel(**model)
+
+
+def pair(instances: int = 1) -> ClusterModel:
+    return cluster(instances=4, decode=instances, step=STEP, line=LINE)
 
 
 def run(
@@ -81,7 +90,7 @@ def test_a_row_that_decodes_waits_for_no_more_than_a_piece() -> None:
         Arrival(at_ns=0, prompt_tokens=10, output_tokens=200),
         Arrival(at_ns=1_000_000, prompt_tokens=40 * BUDGET, output_tokens=2),
     ]
-    first, second = run(arrivals, elastic()).outcomes
+    first, second = run(arrivals, pair()).outcomes
     between = [it for it in first.token_ns if arrivals[1].at_ns <= it <= second.first_token_ns]
     gaps = [stop - start for start, stop in pairwise(between)]
     drawn = first.token_ns.index(between[1])
@@ -183,7 +192,7 @@ def test_tokens_come_when_sarathi_draws_them(
     for gap_ns, prompt, output in sizes:
         at_ns += gap_ns
         arrivals.append(Arrival(at_ns=at_ns, prompt_tokens=prompt, output_tokens=output))
-    found = run(arrivals, elastic(), max_batch=max_batch)
+    found = run(arrivals, pair(), max_batch=max_batch)
     expected = sarathi(arrivals, max_batch)
     # An arrival within the rounding of an iteration's end may be an iteration earlier or later.
     starts = {it.at_ns for it in arrivals}
@@ -242,17 +251,29 @@ def test_the_past_does_not_know_the_future() -> None:
     """Other arrivals after a time change no token before it."""
     arrivals = crowd()
     cut_ns = arrivals[40].at_ns
-    whole, part = run(arrivals, elastic(2)), run(arrivals[:40], elastic(2))
+    for model in (elastic(2), pair(2)):
+        _compare(run(arrivals, model), run(arrivals[:40], model), cut_ns)
+
+
+def _compare(whole: Run, part: Run, cut_ns: int) -> None:
     for one, other in zip(part.outcomes, whole.outcomes, strict=False):
         early = [it for it in one.token_ns if it <= cut_ns]
         assert early == other.token_ns[: len(early)]
 
 
-def test_a_pair_rides_on_the_gang_that_decodes() -> None:
-    pair = cluster(instances=2, decode=1, step=STEP, line=LINE)
-    arrivals = crowd(20)
-    on_pair, on_elastic = run(arrivals, pair), run(arrivals, elastic(1))
-    assert [it.token_ns for it in on_pair.outcomes] == [it.token_ns for it in on_elastic.outcomes]
+def test_on_an_elastic_gang_a_rider_waits_for_two_leases_at_most() -> None:
+    """Against the next iteration of a pair, with nobody else but one row that decodes."""
+    arrivals = [
+        Arrival(at_ns=0, prompt_tokens=10, output_tokens=400),
+        Arrival(at_ns=9_000_000, prompt_tokens=BUDGET, output_tokens=5),
+    ]
+    at_once, leased = (run(arrivals, model).outcomes for model in (pair(), elastic()))
+    iteration_ns = LINE.predict_ns(1, 410)
+    late_ns = leased[1].first_token_ns - at_once[1].first_token_ns
+    assert 0 < late_ns <= 2 * LEASE_ITERATIONS * iteration_ns
+    # Rounded down at every iteration, or once a jump.
+    decoded = (leased[0].token_ns[i + 1] - leased[0].token_ns[i] for i in range(20))
+    assert all(it - LINE.predict_ns(1, 11 + n) in (0, 1) for n, it in enumerate(decoded))
 
 
 # --- the command -----------------------------------------------------------------------------
