@@ -52,6 +52,22 @@ def test_a_good_file_is_called_fine(
     )
 
 
+def test_a_file_with_an_elastic_gang_is_called_fine(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduling = {"policy": "chunked_prefill", "token_budget": 256}
+    gang = {"name": "ElasticGang", "num_replicas": 6}
+    changes = {"elastic": {"instances": 3, "tp": 2}, "scheduling": scheduling}
+    path = write(
+        tmp_path,
+        model_dir,
+        app__deployments=[gang],
+        **{f"args__{name}": value for name, value in changes.items()},
+    )
+    assert main(["check-config", "--config", str(path)]) == 0
+    assert "on 6 elastic ranks" in capsys.readouterr().out
+
+
 def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_dir: Path) -> None:
     counts = {"Router": 1, "Registry": None, "PrefillGang": 2, "DecodeGang": 2}
     deployments = [{"name": name, "num_replicas": count} for name, count in counts.items()]
@@ -78,6 +94,11 @@ def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_di
         (
             {"app__deployments": [{"name": "PrefillGang", "num_replicas": 3}]},
             "PrefillGang.num_replicas is 3: a gang has prefill.instances * prefill.tp replicas",
+        ),
+        (
+            {"args__elastic": {"instances": 2}},
+            "scheduling: policy csps cannot use an elastic gang: csps and fixed_sp need prefill "
+            "and decode gangs, chunked_prefill takes either",
         ),
         ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         ({"args__model": "/nowhere"}, "no config.json in '/nowhere'"),

@@ -14,6 +14,7 @@ from csps.services.scheduling.latency import (
     FRACTION_BITS,
     DecodeCost,
     DecodeLine,
+    HybridCost,
     LatencyKey,
     LatencyTable,
     LinkCost,
@@ -46,6 +47,35 @@ def table_of(**fields: object) -> LatencyTable:
 
 
 # --- predicting -------------------------------------------------------------------------------
+
+lines = st.builds(
+    DecodeLine,
+    a=st.integers(0, 10**9 * ONE_NS),
+    b=st.integers(0, 100 * ONE_NS),
+    c=st.integers(0, 10**6 * ONE_NS),
+)
+pieces = st.lists(
+    st.lists(st.tuples(st.integers(1, 4000), lengths), min_size=1, max_size=3), max_size=3
+)
+
+
+@given(step=coefficients, line=lines, pieces=pieces, batch=st.integers(0, 64), context=lengths)
+def test_an_iteration_with_pieces_costs_what_its_parts_add(
+    step: StepCost, line: DecodeLine, pieces: list[list[tuple[int, int]]], batch: int, context: int
+) -> None:
+    """Nothing but pieces is a step, nothing but rows an iteration of decoding; together they pay
+    the larger constant, and masters work side by side."""
+    decode = DecodeCost(small=line, large=line, tipping_batch=8)
+    hybrid = HybridCost(step=step, decode=decode)
+    took_ns = hybrid.predict_ns(pieces, batch, context)
+    if batch:
+        assert hybrid.predict_ns([], batch, context) == decode.predict_ns(batch, context)
+    rows_ns = decode.predict_ns(batch, context) if batch else 0
+    alone_ns = [step.predict_batch_ns(of_master) for of_master in pieces]
+    assert took_ns >= max([rows_ns, *alone_ns])
+    assert took_ns <= max(alone_ns, default=0) + rows_ns + 1
+    if not batch:
+        assert took_ns == max(alone_ns, default=0)
 
 
 @given(cost=coefficients, length=lengths, history=lengths)
