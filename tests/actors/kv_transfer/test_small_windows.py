@@ -60,7 +60,7 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
                 cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
             await cell.until(lambda: all(cell.tokens(it.rid) for it in (stuck, *others)))
             await cell.told(1, KvLanded, rid=stuck.rid, rank=0)
-            assert not cell.about(PrefillDone, job_id=1)
+            assert not cell.about(PrefillDone, job_id=1, rank=1)
             cell.cancel(stuck.rid)
             await cell.prefill.stats()  # answered after the cancellation
         assert await cell.answer(*others) == expected(tiny_llama, others)
