@@ -18,8 +18,9 @@ from csps.actors.transfers import Transfers
 class RowReduce(RowStream):
     """Contributions of all who computed with the rows, on their way to the rows' owners.
 
-    Every taker adds its contribution to every part once, all in the same order of parts; what it
-    adds travels beside its further computing, or, without overlap, when it is asked for its result.
+    Every taker adds its contribution to every part once, all in the same order of parts, in which
+    members that take no rows collect their own; what is added travels beside further computing, or,
+    without overlap, when a member asks for its result.
     Sums are formed in a fixed order of members and in fp32 at least, so a result does not depend on
     who came first.
 
@@ -30,7 +31,6 @@ class RowReduce(RowStream):
         self,
         shards: RowShards,
         like_d: Tensor,
-        parts: Sequence[RowPart],
         transfers: Transfers,
         *,
         layer: int | None = None,
@@ -40,9 +40,6 @@ class RowReduce(RowStream):
         self._sums: dict[RowPart, Task[Tensor]] = {}
         self._forwards: dict[RowPart, Task[None]] = {}
         self._kept_back: list[tuple[RowPart, Tensor | None]] = []
-        if self._member not in shards.takers:
-            # Not now: what such a member has yet to send, others want before they contribute.
-            self._kept_back += [(part, None) for part in parts if part.owner == self._member]
 
     def add(self, part: RowPart, contribution_td: Tensor) -> None:
         """Contribute to a part's rows; the tensor must not change afterwards."""
@@ -50,6 +47,14 @@ class RowReduce(RowStream):
             self._begin(part, contribution_td)
         else:
             self._kept_back.append((part, contribution_td))
+
+    def collect(self, part: RowPart) -> None:
+        """What others contribute to a part of the own rows, of a member that takes none: when the
+        others come to add to it, and all that they want of this member before has been sent."""
+        if self._transfers.overlap:
+            self._begin(part, None)
+        else:
+            self._kept_back.append((part, None))
 
     def result(self) -> Tensor:
         """Own rows' sums (t, d), once every taker has added to all of them.
@@ -112,10 +117,12 @@ def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transf
     """Own rows' sums (t, d) of the takers' contributions (T, d); others pass an empty (0, d)."""
     parts = tuple(shards.parts(1))
     like_d = contribution_td.new_empty(contribution_td.shape[1])
-    with RowReduce(shards, like_d, parts, transfers) as reduce:
-        if shards.member in shards.takers:
-            for part in parts:
+    with RowReduce(shards, like_d, transfers) as reduce:
+        for part in parts:
+            if shards.member in shards.takers:
                 reduce.add(part, contribution_td[part.rows])
+            elif part.owner == shards.member:
+                reduce.collect(part)
         return reduce.result()
 
 

@@ -99,7 +99,7 @@ class SpTp(WithTransfers):
         parts = tuple(self._shards.parts(self._micro_partitions(index)))
         like_d = x_td.new_empty(x_td.shape[1])
         gather = RowGather(self._shards, x_td, parts, self._transfers, layer=index)
-        reduce = RowReduce(self._shards, like_d, parts, self._transfers, layer=index)
+        reduce = RowReduce(self._shards, like_d, self._transfers, layer=index)
         with gather, reduce:
             with timeline.phase("qkv", layer=index):
                 own_kv = layer.keys_and_values(x_td, rotary)
@@ -109,7 +109,8 @@ class SpTp(WithTransfers):
                 work.run(self._planned(index), gather, reduce, self._transfers)
                 self._importance = self._judged(index, work)
             else:
-                self._only_answer(index, x_td, parts)
+                self._only_answer(index, x_td)
+                self._only_collect(parts, reduce)
             sum_td = reduce.result()
         self._group.points.close()
         sum_td = self._instance_rows(sum_td)
@@ -143,14 +144,19 @@ class SpTp(WithTransfers):
             self._steps[micro] = tuple(with_history(steps)) if self._history.any else steps
         return self._steps[micro]
 
-    def _only_answer(self, index: int, x_td: Tensor, parts: Sequence[RowPart]) -> None:
-        """Without heads there is nothing to ask and to hand on, but history may lie here."""
+    def _only_answer(self, index: int, x_td: Tensor) -> None:
+        """Without heads there is nothing to ask, but history may lie here."""
         if self._history.any:
             self._group.points.close()
             no_queries = x_td.new_empty(self._group.total_rows, 0, self._engine.spec.head_dim)
             self._history.ask(index, no_queries).answer()
-        for _ in parts:
+
+    def _only_collect(self, parts: Sequence[RowPart], reduce: RowReduce) -> None:
+        """Nor is there anything to hand on, but others do, and some of it is for own rows."""
+        for part in parts:
             self._group.points.close()
+            if part.owner == self._shards.member:
+                reduce.collect(part)
 
     def _micro_partitions(self, index: int) -> int:
         if self._plan is None or not self._plan.pipelined:

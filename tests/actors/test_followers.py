@@ -171,7 +171,7 @@ def test_every_exchange_is_begun_by_the_thread_that_computes(
         with Transfers(mesh, JobClock()) as transfers:
             for layer in range(LAYERS):
                 gather = RowGather(shards, held_td, parts, transfers, layer=layer)
-                reduce = RowReduce(shards, torch.empty(3), parts, transfers, layer=layer)
+                reduce = RowReduce(shards, torch.empty(3), transfers, layer=layer)
                 with gather, reduce:
                     for part in parts:
                         gather.wait(part)

@@ -148,10 +148,12 @@ def test_reduced_rows_are_the_sums_of_what_takers_gave(
     def reduce(mesh: Mesh) -> Tensor:
         shards = case.shards(mesh, tree)
         cut, line = tuple(shards.parts(parts)), transfers(mesh, overlap=overlap)
-        with line, RowReduce(shards, torch.empty(WIDTH), cut, line) as stream:
-            if shards.member in case.takers:
-                for part in cut:
+        with line, RowReduce(shards, torch.empty(WIDTH), line) as stream:
+            for part in cut:
+                if shards.member in case.takers:
                     stream.add(part, given_mtd[shards.member, part.rows])
+                elif part.owner == shards.member:
+                    stream.collect(part)
             return stream.result()
 
     for member, sums in enumerate(case.on_members(world, reduce)):
