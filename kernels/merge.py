@@ -80,6 +80,10 @@ def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tup
     Returns:
         out_rhd, lse_rh: of all rows, 0 and -inf for one without a part.
     """
+    if out_nhd.is_cuda:
+        from csps.kernels import triton_merge
+
+        return triton_merge.merge_rows(out_nhd, lse_nh, row_n, rows)
     heads = lse_nh.shape[1]
     index_nh = row_n[:, None].expand(-1, heads)
     peak_rh = lse_nh.new_full((rows, heads), -torch.inf)

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""LSE-weighted sums in Triton: of stacked parts, and of one part into a running result."""
+"""LSE-weighted sums in Triton: of stacked parts, of one part into a running result, of the parts of
+each row."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 4  # tokens of one head that a program merges: head dim x rows fills four warps
+PARTS = 16  # parts of all rows that a program looks through together, for those of its own
 
 
 @triton.jit(do_not_specialize=["parts", "tokens"])
@@ -78,6 +80,38 @@ def _merge_into_kernel(out, lse, other, other_lse, kept, rows, group,
     tl.store(lse_at, tl.where(blind, float("-inf"), shift + tl.log(safe)), mask=used)
 
 
+@triton.jit(do_not_specialize=["parts"])
+def _merge_rows_kernel(outs, lses, row_of, out, lse, parts, HEAD_DIM: tl.constexpr,
+                       PARTS: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """outs (parts, heads, dim) and lses (parts, heads), both dense; part i is of row row_of[i]."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    dim = tl.arange(0, BLOCK_D)
+    peak = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        own = tl.load(row_of + part, mask=part < parts, other=-1) == row
+        at = part.to(tl.int64) * heads + head
+        theirs = tl.load(lses + at, mask=own, other=float("-inf"))
+        highest = tl.maximum(peak, tl.max(theirs, 0))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp(theirs - shift)
+        before = tl.exp(peak - shift)
+        elements = own[:, None] & (dim < HEAD_DIM)[None, :]
+        tile = tl.load(outs + at[:, None] * HEAD_DIM + dim[None, :], mask=elements, other=0.0)
+        acc = acc * before + tl.sum(weight[:, None] * tile, 0)
+        total = total * before + tl.sum(weight, 0)
+        peak = highest
+    blind = total == 0.0
+    safe = tl.where(blind, 1.0, total)
+    out_row = row.to(tl.int64) * heads + head
+    tl.store(out + out_row * HEAD_DIM + dim, acc / safe, mask=dim < HEAD_DIM)
+    tl.store(lse + out_row, tl.where(blind, float("-inf"), peak + tl.log(safe)))
+
+
 def merge_stacked(out_pthd: Tensor, lse_pht: Tensor) -> tuple[Tensor, Tensor]:
     """See `csps.kernels.merge.merge`; parts along the first dim of dense fp32 tensors."""
     parts, tokens, heads, dim = out_pthd.shape
@@ -105,3 +139,14 @@ def merge_into(
         0 if kept_gk is None else kept_gk.stride(0),
         KEPT=kept_gk is not None, HEAD_DIM=dim, ROWS=ROWS, BLOCK_D=triton.next_power_of_2(dim),
     )  # fmt: skip
+
+
+def merge_rows(out_nhd: Tensor, lse_nh: Tensor, row_n: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """See `csps.kernels.merge.merge_rows`; fp32, one kernel."""
+    _, heads, dim = out_nhd.shape
+    out_rhd, lse_rh = out_nhd.new_empty(rows, heads, dim), lse_nh.new_empty(rows, heads)
+    _merge_rows_kernel[(rows, heads)](
+        out_nhd.contiguous(), lse_nh.contiguous(), row_n, out_rhd, lse_rh, len(out_nhd),
+        HEAD_DIM=dim, PARTS=PARTS, BLOCK_D=triton.next_power_of_2(dim),
+    )  # fmt: skip
+    return out_rhd, lse_rh

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource, compile
 from csps.kernels import (
     triton_attention,
     triton_blocks,
+    triton_decode,
     triton_importance,
     triton_merge,
     triton_selection,
@@ -24,10 +25,11 @@ from csps.kernels import (
 from csps.kernels.triton_blocks import padded_dim
 
 POINTERS = {
-    **dict.fromkeys(["q_positions", "k_positions", "positions", "kept"], "*i64"),
+    **dict.fromkeys(["q_positions", "k_positions", "positions", "kept", "row_of"], "*i64"),
     **dict.fromkeys(["least", "most", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"], "*i32"),
     **dict.fromkeys(["out", "lse", "outs", "lses", "other", "other_lse", "sums"], "*fp32"),
     "values": "*fp32",
+    "pieces": "*i32",
 }
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 OPTIONAL = ("q_positions", "k_positions", "least", "most", "cu_seqlens_q", "cu_seqlens_k")
@@ -99,6 +101,13 @@ def main() -> None:
         report(
             triton_merge._merge_into_kernel, full, KEPT=kept, HEAD_DIM=96, ROWS=4, BLOCK_D=128,
             **absent("kept", unless=kept),
+        )  # fmt: skip
+    report(triton_merge._merge_rows_kernel, full, HEAD_DIM=96, PARTS=16, BLOCK_D=128)
+    for dtype, dim, group in ((half, 128, 4), (full, 64, 7)):
+        tiling = triton_attention.choose_tiling(dtype, dim, group, 1)
+        report(
+            triton_decode._decode_kernel, dtype, tiling.warps, tiling.stages, GROUP=group,
+            HEAD_DIM=dim, BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_D=padded_dim(dim),
         )  # fmt: skip
     report(triton_selection._top_tokens_kernel, full, 8, BLOCK=triton_selection.BLOCK)
     for varlen in (True, False):

@@ -77,6 +77,8 @@ def launch(length: int, first: int) -> None:
     triton_importance.column_sums(q_thd, k_thd, lse_ht, positions, positions, 1.0, None, None)
     triton_merge.merge_stacked(torch.stack([q_thd] * 2), torch.stack([lse_ht] * 2))
     triton_merge.merge_into(q_thd, lse_ht, rows(HEADS, length), torch.zeros(HEADS, length), None)
+    row_n = torch.arange(length) % 3
+    triton_merge.merge_rows(rows(HEADS, length), torch.zeros(length, HEADS), row_n, 3)
     triton_selection.top_tokens(torch.zeros(KV_HEADS, length), 1 + length // 2)
     runs = SlotRuns(2, [(0, first, first + length), (1, 0, 7)])
     cache = rows(KV_HEADS, 8192)

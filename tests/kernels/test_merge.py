@@ -9,14 +9,16 @@ from random import Random
 import pytest
 import torch
 from dense_reference import dense_attention
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import Tensor
 
 from csps.kernels.attention import attention
-from csps.kernels.merge import merge, merge_into
+from csps.kernels.merge import merge, merge_into, merge_rows
 
 Part = tuple[Tensor, Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LSE = st.sampled_from([-torch.inf, -1e4, -3.0, 0.0, 2.5, 1e4])
 
 
@@ -222,3 +224,46 @@ def test_triton_merges_stacked_parts_of_the_keys(shift: float, triton_device: st
     parts, want = dense_parts([0, 7, 7, 30, 50], shift)
     outs, lses = (torch.stack(x).float().to(triton_device) for x in zip(*parts, strict=True))
     assert_near_fp64(triton_merge.merge_stacked(outs, lses), want, shift)
+
+
+PartsOfRows = tuple[list[int], list[list[float]], int]
+"""The row of each part, the part's LSEs by head, and rows, of which some may have no part."""
+
+
+@st.composite
+def parts_of_rows(draw: st.DrawFn) -> PartsOfRows:
+    rows = draw(st.integers(1, 5))
+    row_n = draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=40))
+    heads = draw(st.integers(1, 3))
+    lses = [draw(st.lists(LSE, min_size=heads, max_size=heads)) for _ in row_n]
+    return row_n, lses, rows
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(parts_of_rows())
+def test_parts_of_rows_are_merged_row_by_row(
+    case: tuple[list[int], list[list[float]], int],
+) -> None:
+    """In Triton as well, by one kernel."""
+    from csps.kernels import triton_merge
+
+    rows_of_parts, lses, rows = case
+    row_n, lse_nh = torch.tensor(rows_of_parts), torch.tensor(lses, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(len(lses))
+    out_nhd = torch.randn(*lse_nh.shape, 4, generator=generator, dtype=torch.float64)
+    out_nhd.masked_fill_((lse_nh == -torch.inf)[..., None], 0.0)
+    out_rhd, lse_rh = merge_rows(out_nhd, lse_nh, row_n, rows)
+    for row in range(rows):
+        own = [part for part, it in enumerate(rows_of_parts) if it == row]
+        if not own:
+            assert (lse_rh[row] == -torch.inf).all()
+            assert not out_rhd[row].any()
+            continue
+        want = merge([out_nhd[part][None] for part in own], [lse_nh[part][:, None] for part in own])
+        assert_same((out_rhd[row][None], lse_rh[row][:, None]), want)
+    got = triton_merge.merge_rows(
+        *(x.float().to(DEVICE) for x in (out_nhd, lse_nh)), row_n.to(DEVICE), rows
+    )
+    torch.testing.assert_close(
+        [x.cpu().double() for x in got], [out_rhd, lse_rh], atol=2e-3, rtol=1e-5
+    )

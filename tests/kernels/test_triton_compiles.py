@@ -37,6 +37,7 @@ def test_no_kernel_is_compiled_anew_for_a_length(tmp_path: Path) -> None:
             "_decode_kernel",
             "_extremes_kernel",
             "_merge_into_kernel",
+            "_merge_rows_kernel",
             "_merge_stacked_kernel",
             "_top_tokens_kernel",
         ),
@@ -51,8 +52,10 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert {k["kernel"] for k in kernels} == {
         "_attention_kernel",
         "_column_sums_kernel",
+        "_decode_kernel",
         "_merge_stacked_kernel",
         "_merge_into_kernel",
+        "_merge_rows_kernel",
         "_top_tokens_kernel",
         "_extremes_kernel",
     }
