@@ -107,32 +107,36 @@ def test_integers_are_floats_where_floats_belong() -> None:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("number", 1.0, "Outer.number: expected int, got 1.0"),
-    ("number", True, "Outer.number: expected int, got True"),
-    ("ratio", "1", "Outer.ratio: expected float"),
-    ("ratio", True, "Outer.ratio: expected float"),
-    ("name", b"n", "Outer.name: expected str"),
-    ("flag", 1, "Outer.flag: expected bool"),
-    ("blob", "b", "Outer.blob: expected bytes"),
-    ("color", "green", "Outer.color: expected one of 'red', 'blue', got 'green'"),
-    ("mode", 3.0, "Outer.mode: expected one of 'fast', 'slow', 3"),
-    ("mode", [], "Outer.mode: expected one of"),
-    ("maybe", "x", "Outer.maybe: expected int"),
-    ("nested", None, "Outer.nested: expected map, got None"),
-    ("nested", {"size": "1", "tags": []}, "Outer.nested.size: expected int"),
-    ("many", [{"size": 1, "tags": ["a", 2]}], "Outer.many[0].tags[1]: expected str, got 2"),
-    ("many", {"size": 1}, "Outer.many: expected array"),
-    ("numbers", [1, 2, True], "Outer.numbers[2]: expected int"),
-    ("table", {"k": 1}, "Outer.table['k']: expected map"),
-    ("table", {1: pack(Inner(size=1))}, "Outer.table[1]: expected str, got 1"),
-    ("bias", {7: None}, "Outer.bias[7]: expected float"),
-    ("nested", {"size": 1}, "Inner: missing tags"),
+    ("number", 1.0, "Expected `int`, got `float` - at `$.number`"),
+    ("number", True, "Expected `int`, got `bool` - at `$.number`"),
+    ("ratio", "1", "Expected `float`, got `str` - at `$.ratio`"),
+    ("ratio", True, "Expected `float`, got `bool` - at `$.ratio`"),
+    ("name", b"n", "Expected `str`, got `bytes` - at `$.name`"),
+    ("flag", 1, "Expected `bool`, got `int` - at `$.flag`"),
+    ("blob", "b", "Expected `bytes`, got `str` - at `$.blob`"),
+    ("blob", "YmFzZQ==", "Expected `bytes`, got `str` - at `$.blob`"),
+    ("color", "green", "Invalid enum value 'green' - at `$.color`"),
+    ("mode", "slower", "Invalid enum value 'slower' - at `$.mode`"),
+    ("mode", 4, "Invalid enum value 4 - at `$.mode`"),
+    ("mode", 3.0, "Expected `int | str`, got `float` - at `$.mode`"),
+    ("mode", [], "Expected `int | str`, got `array` - at `$.mode`"),
+    ("maybe", "x", "Expected `int | null`, got `str` - at `$.maybe`"),
+    ("nested", None, "Expected `object`, got `null` - at `$.nested`"),
+    ("nested", {"size": "1", "tags": []}, "Expected `int`, got `str` - at `$.nested.size`"),
+    ("many", [{"size": 1, "tags": ["a", 2]}], "got `int` - at `$.many[0].tags[1]`"),
+    ("many", {"size": 1}, "Expected `array`, got `object` - at `$.many`"),
+    ("numbers", [1, 2, True], "Expected `int`, got `bool` - at `$.numbers[2]`"),
+    ("table", {"k": 1}, "Expected `object`, got `int` - at `$.table[...]`"),
+    ("table", {1: pack(Inner(size=1))}, "Expected `str`, got `int` - at `key` in `$.table`"),
+    ("bias", {7: None}, "Expected `float`, got `null` - at `$.bias[...]`"),
+    ("bias", {"7": 1.0}, "Expected `int`, got `str` - at `key` in `$.bias`"),
+    ("nested", {"size": 1}, "Object missing required field `tags` - at `$.nested`"),
     (
         "nested",
         {"size": 1, "tags": [], "tag": 1},
-        "Inner: unknown field 'tag'; did you mean 'tags'",
+        "Object contains unknown field `tag` - at `$.nested`",
     ),
-    ("nested", {"size": -1, "tags": []}, "Inner: size must not be negative, got -1"),
+    ("nested", {"size": -1, "tags": []}, "size must not be negative, got -1 - at `$.nested`"),
 ]
 
 
@@ -140,6 +144,7 @@ WRONG: list[tuple[str, Any, str]] = [
 def test_wrong_values_are_named(field: str, value: Any, message: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         unpack(Outer, {**pack(EXAMPLE), field: value})
+    assert str(caught.value).startswith("Outer: ")
     assert message in str(caught.value)
 
 
@@ -147,7 +152,7 @@ def test_wrong_values_are_named(field: str, value: Any, message: str) -> None:
 def test_every_field_is_required(field: str) -> None:
     data = pack(EXAMPLE)
     del data[field]
-    with pytest.raises(ProtocolError, match=f"Outer: missing {field}"):
+    with pytest.raises(ProtocolError, match=f"Outer: Object missing required field `{field}`"):
         unpack(Outer, data)
 
 
