@@ -56,10 +56,10 @@ class Csps:
         return f"{self.options} {self.decode_options}"
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
-        """Short prompts are urgent, if a single instance can hold them."""
+        """Short prompts are urgent, if a single instance of whichever pair can hold them."""
         if prompt_tokens > self.options.short_tokens:
             return "long"
-        largest = max((pair.prefill.largest for pair in pairs), default=prompt_tokens)
+        largest = min((pair.prefill.largest for pair in pairs), default=prompt_tokens)
         return "urgent" if prompt_tokens <= largest else "long"
 
     def decide(self, view: View) -> Sequence[Decision]:
