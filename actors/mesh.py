@@ -71,9 +71,6 @@ class Tag(IntEnum):
     KV_MOVE = 6
     DECODE_QUERY = 7
     DECODE_PARTIAL = 8
-    KV_HEADER = 11
-    KV_KEYS = 12
-    KV_VALUES = 13
     HISTORY = 14
     CLOSE_PROBE = 16
     ROWS = 17
@@ -81,7 +78,6 @@ class Tag(IntEnum):
     ROW_SUMS = 19
     IMPORTANCE = 20
     WEIGHTS = 21
-    KV_KEPT = 22
     SUMS_TO_RELAY = 23
     HISTORY_ANSWER = 25
 
@@ -136,7 +132,8 @@ class PeerLost(RuntimeError):
 
 
 @contextmanager
-def _with_peer() -> Iterator[None]:
+def with_peer() -> Iterator[None]:
+    """Around operations with peers: what torch says of them becomes PeerLost."""
     try:
         yield
     except RuntimeError as exc:
@@ -208,7 +205,7 @@ class Pending:
     def hold_up(self, deadline: timedelta = PEER_DEADLINE) -> None:
         """`wait`, but another stream may wait for the same as well, and the tensors stay: only the
         stream that they belong to may give them back."""
-        with _with_peer():
+        with with_peer():
             for work, in_order in self._works:
                 if in_order:
                     work.wait()
@@ -270,33 +267,33 @@ class Mesh:
         self._cuda = self.device.type == "cuda"
         self._in_groups = self._cuda or data_group is not None
         scoped = PrefixStore(name, store)
-        self._control = _gloo(PrefixStore("control", scoped), rank, world_size, host)
-        make = data_group or (_nccl if self._cuda else _gloo)
+        self._control = gloo_group(PrefixStore("control", scoped), rank, world_size, host)
+        make = data_group or (_nccl if self._cuda else gloo_group)
         self._data = make(PrefixStore("data", scoped), rank, world_size, host)
         if self._in_groups and world_size > 1:
             # NCCL makes a communicator in its first call, in which all ranks must take part: the
             # first exchange of a part of the gang would wait for the others forever.
             self._data.eager_connect_single_device(self.device)
 
-    @_with_peer()
+    @with_peer()
     def tell(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
         """Start sending a control message, on the host; it must not change before `wait`."""
         self._count(peer, words)
         return Pending([self._control.send([words], peer, tag)], [words], self._closed)
 
-    @_with_peer()
+    @with_peer()
     def hear(self, words: Tensor, peer: int, tag: ControlTag) -> Pending:
         """Start receiving a control message into a contiguous tensor on the host."""
         return Pending([self._control.recv([words], peer, tag)], [words], self._closed)
 
-    @_with_peer()
+    @with_peer()
     def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start sending; the tensor must not change before `wait`."""
         self._launches.check()
         self._count(peer, tensor)
         return self._alone(tensor, self._group_of(tensor).send([tensor], peer, self._tag(tag)))
 
-    @_with_peer()
+    @with_peer()
     def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
         """Start receiving into a contiguous tensor."""
         self._launches.check()
@@ -341,7 +338,7 @@ class Mesh:
         begun = self.start_exchange(sends, recvs, tag)
         return Pending.all((begun.received, begun.sent))
 
-    @_with_peer()
+    @with_peer()
     def start_exchange(
         self,
         sends: Sequence[tuple[int, Tensor]],
@@ -392,11 +389,11 @@ class Mesh:
     def close(self) -> None:
         """Leave the world: pending operations fail, here and at peers that wait for this rank."""
         self._closed.set()
-        _close_gloo(self._control, self.rank, self.world_size)
+        close_gloo(self._control, self.rank, self.world_size)
         if self._in_groups:
             _abort(self._data)
         else:
-            _close_gloo(self._data, self.rank, self.world_size)
+            close_gloo(self._data, self.rank, self.world_size)
 
 
 class InstanceGroup:
@@ -425,7 +422,7 @@ class InstanceGroup:
         self._closed = threading.Event()
         self._group: Group | None = None
         if size > 1:
-            make = data_group or (_nccl if cuda else _gloo)
+            make = data_group or (_nccl if cuda else gloo_group)
             self._group = make(PrefixStore(name, store), rank, size, host)
             if self._in_order:
                 self._group.eager_connect_single_device(torch.device(device))
@@ -434,7 +431,7 @@ class InstanceGroup:
         """Sum over the instance, in place."""
         self._launches.check()
         if self._group is not None and tensor.numel():
-            with _with_peer():
+            with with_peer():
                 work = self._group.allreduce([tensor])
             Pending([work], [tensor], self._closed, in_order=self._in_order).wait()
         return tensor
@@ -447,10 +444,11 @@ class InstanceGroup:
         if self._in_order:
             _abort(self._group)
         else:
-            _close_gloo(self._group, self.rank, self.size)
+            close_gloo(self._group, self.rank, self.size)
 
 
-def _gloo(store: Store, rank: int, size: int, host: str) -> Group:
+def gloo_group(store: Store, rank: int, size: int, host: str) -> Group:
+    """Join a gloo group that listens on `host`, and wait until all ranks have."""
     group_of: Any = dist.ProcessGroupGloo  # the stubs lag behind its options
     options = group_of._Options()
     options._devices = [group_of.create_device(hostname=host)]
@@ -485,7 +483,7 @@ def _abort(group: Group) -> None:
         os._exit(ABORT_HANGS)
 
 
-def _close_gloo(group: Group, rank: int, size: int) -> None:
+def close_gloo(group: Group, rank: int, size: int) -> None:
     """Close all connections of a gloo group, which wakes everyone who waits on them.
 
     `shutdown` and `abort` of a gloo group leave its waiters where they are, and dropping it closes

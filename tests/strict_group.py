@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from csps.actors.mesh import Group, GroupMaker, _gloo
+from csps.actors.mesh import Group, GroupMaker, gloo_group
 
 HANG = timedelta(seconds=40)
 """For one call to end; longer means that calls wait for each other across ranks."""
@@ -311,7 +311,7 @@ def strict(
     """Makes a mesh's group of data, or an instance's, held to the rules."""
 
     def make(store: Store, rank: int, size: int, host: str) -> Group:
-        inner = _gloo(store, rank, size, host)
+        inner = gloo_group(store, rank, size, host)
         return cast(Any, StrictGroup(inner, store, rank, size, frozenset(rules), note))
 
     return make

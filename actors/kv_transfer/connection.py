@@ -30,7 +30,7 @@ from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import IDLE, Pending, _close_gloo, _gloo, _with_peer
+from csps.actors.mesh import IDLE, Pending, close_gloo, gloo_group, with_peer
 from csps.actors.name_digest import name_digest
 from csps.protocols.messages import ConnectKv
 
@@ -79,7 +79,7 @@ class KvConnection:
         self._size = self.prefill.world_size + self.decode.world_size
         self._closed = threading.Event()
         scoped = PrefixStore(f"kv/{message.epoch}", store)
-        self._group = _gloo(scoped, self.rank, self._size, host)
+        self._group = gloo_group(scoped, self.rank, self._size, host)
         self._counting = threading.Lock()
         self.bytes_sent = 0
         """Of messages with KV, to all peers, since the connection exists."""
@@ -162,12 +162,12 @@ class KvConnection:
         """Leave the group: whoever waits fails, here and at the peers. Idempotent."""
         if not self._closed.is_set():
             self._closed.set()
-            _close_gloo(self._group, self.rank, self._size)
+            close_gloo(self._group, self.rank, self._size)
 
-    @_with_peer()
+    @with_peer()
     def _send(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
         return Pending([self._group.send([tensor], peer, tag)], [tensor], self._closed)
 
-    @_with_peer()
+    @with_peer()
     def _recv(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:
         return Pending([self._group.recv([tensor], peer, tag)], [tensor], self._closed)
