@@ -19,15 +19,24 @@ class RequestSlots:
     Args:
         layers: those that are going to be read; what they hold now is what will be seen of it.
         answer: positions whose slots `append` takes one after the other.
+        computed: positions that the stream itself has computed, which `pool.view` knows nothing of.
     """
 
     def __init__(
-        self, pool: KvPool, rid: int, layers: Iterable[int], answer: Span | None = None
+        self,
+        pool: KvPool,
+        rid: int,
+        layers: Iterable[int],
+        answer: Span | None = None,
+        computed: Span | None = None,
     ) -> None:
         self._kept = {
             layer: pool.kept_blocks(layer, rid) for layer in layers if pool.narrowed(layer, rid)
         }
-        whole = [pool.written_runs(layer, rid) for layer in layers if layer not in self._kept]
+        if computed is not None:
+            whole = [pool.runs(rid, computed)]
+        else:
+            whole = [pool.written_runs(layer, rid) for layer in layers if layer not in self._kept]
         assert all(runs == whole[0] for runs in whole), f"layers of request {rid} differ"
         self._prompt = whole[0] if whole else []
         self._free = [slot for run in pool.runs(rid, answer) for slot in run] if answer else []

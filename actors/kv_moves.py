@@ -67,17 +67,12 @@ class KvMover:
         self._under_way: tuple[int, Pending, list[tuple[Move, Tensor]]] | None = None
 
     @property
-    def incoming_tokens(self) -> int:
-        """Slots that `allocate` takes."""
-        return sum(move.span.length for move in self._incoming)
-
-    def allocate(self) -> None:
-        """Take the slots for what will arrive."""
-        for move in self._incoming:
-            self._pool.allocate(move.rid, [move.span])
+    def incoming(self) -> list[tuple[int, Span]]:
+        """What will arrive, by request; its slots must be there."""
+        return [(move.rid, move.span) for move in self._incoming]
 
     def start(self, layer: int) -> None:
-        """GeneratedResponse a layer whose KV is in the pool of its present holders."""
+        """Begin to move a layer whose KV is in the pool of its present holders."""
         self.finish()
         if not self._outgoing and not self._incoming:
             return

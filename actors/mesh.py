@@ -53,11 +53,7 @@ _CLOSE_PROBE = timedelta(milliseconds=1)
 class ControlTag(IntEnum):
     """Streams of control messages: what the hosts of two ranks tell each other."""
 
-    PREFILL_ORDERS = 1
-    DECODE_REPORT = 9
     DECODE_TOKEN = 10
-    DECODE_ORDERS = 15
-    MEETING = 24
 
 
 class Tag(IntEnum):
@@ -79,6 +75,7 @@ class Tag(IntEnum):
     IMPORTANCE = 20
     WEIGHTS = 21
     SUMS_TO_RELAY = 23
+    KEPT_ROWS = 24
     HISTORY_ANSWER = 25
 
 
@@ -217,7 +214,7 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class GeneratedResponse:
+class BegunExchange:
     """A group of sends and receives under way."""
 
     received: Pending
@@ -344,7 +341,7 @@ class Mesh:
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
-    ) -> GeneratedResponse:
+    ) -> BegunExchange:
         """`exchange` for those who use what has arrived before their own tensors are gone."""
         self._launches.check()
         sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
@@ -360,21 +357,21 @@ class Mesh:
 
     def _single(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: Tag
-    ) -> GeneratedResponse:
+    ) -> BegunExchange:
         number = self._tag(tag)
         received = [self._data.recv([tensor], peer, number) for peer, tensor in recvs]
         sent = [self._data.send([tensor], peer, number) for peer, tensor in sends]
-        return GeneratedResponse(
+        return BegunExchange(
             received=Pending(received, [tensor for _, tensor in recvs], self._closed),
             sent=Pending(sent, [tensor for _, tensor in sends], self._closed),
         )
 
     def _grouped(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> GeneratedResponse:
+    ) -> BegunExchange:
         """NCCL would deadlock on ungrouped pairs: all of them go into one launch."""
         if not sends and not recvs:
-            return GeneratedResponse(Pending([], []), Pending([], []))
+            return BegunExchange(Pending([], []), Pending([], []))
         self._data._start_coalescing()
         for peer, tensor in recvs:
             self._data.recv([tensor], peer, 0)
@@ -382,7 +379,7 @@ class Mesh:
             self._data.send([tensor], peer, 0)
         works = [self._data._end_coalescing()]
         tensors = [tensor for _, tensor in (*recvs, *sends)]
-        return GeneratedResponse(
+        return BegunExchange(
             received=Pending(works, tensors, self._closed, in_order=True), sent=Pending([], [])
         )
 

@@ -20,18 +20,9 @@ class ProgressReport:
         self._notify = notify
         self._rank = rank
         self._told = 0.0
-        self._watched: frozenset[int] = frozenset()
-        self.watched_steps = 0
-        """Grows with the steps of the jobs watched, whoever listens."""
 
-    def watch(self, jobs: frozenset[int]) -> None:
-        """From now on these are the jobs whose steps count."""
-        self._watched = jobs
-
-    def step(self, job_id: int) -> None:
-        """A part of a job is computed, or sent."""
-        if job_id in self._watched:
-            self.watched_steps += 1
+    def step(self) -> None:
+        """A part of a step is computed, or sent."""
         now = time.monotonic()
         if now - self._told >= REPORT_S:
             self._told = now

@@ -1,8 +1,9 @@
-"""One rank of a gang: an RPC server around a prefill loop, a decode loop, or both.
+"""One rank of a gang: an RPC server around an engine loop, which does what the gang's log says.
 
-Three kinds of threads: the RPC thread runs an event loop and only files work; an engine thread
-per loop computes; senders and receivers of KV wait for the network. A Serve replica hosts a
-rank in production, a test or a script starts one with `python -m csps.actors.rank`.
+Four kinds of threads: the RPC thread runs an event loop and only files work; the engine thread
+computes; on rank 0 the conductor's thread appends to the log; senders and receivers of KV wait for
+the network. A Serve replica hosts a rank in production, a test or a script starts one with
+`python -m csps.actors.host_rank`.
 """
 
 from __future__ import annotations
@@ -18,33 +19,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
-from csps.actors.decode import DecodeLoop
 from csps.actors.engine.choice import check_job
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.log_end import ConductorEnd, MemberEnd
+from csps.actors.engine.loop import EngineLoop
+from csps.actors.engine.step_run import parts_of, ranks_of
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.launch_order import LaunchOrder
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, HostedStore, InstanceGroup, Mesh, StoreAddress, join_store
+from csps.actors.mesh import (
+    JOIN_DEADLINE,
+    GroupMaker,
+    HostedStore,
+    InstanceGroup,
+    Mesh,
+    StoreAddress,
+    join_store,
+)
 from csps.actors.model_fingerprint import model_fingerprint
-from csps.actors.prefill import PrefillLoop
+from csps.actors.name_digest import name_digest
 from csps.actors.rpc_thread import RpcThread
 from csps.models.checkpoint import open_checkpoint
 from csps.models.loading import read_network
 from csps.protocols import schema
+from csps.protocols.conductor import Conductor, StepTask
 from csps.protocols.errors import (
     Cancelled,
     ConfigError,
     ConnectionLost,
-    DeadlineExceeded,
     FaultError,
     ProtocolError,
     Superseded,
 )
 from csps.protocols.fence import Fence
+from csps.protocols.log_connection import LogListener, join_log
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
@@ -61,14 +74,12 @@ from csps.protocols.rpc_server import Handler, Peer
 
 _log = logging.getLogger(__name__)
 
-DRAIN_S = 180.0
-"""Without a step of the jobs of a router that is gone. They stop at the next layer: a rank that
-computes takes steps all the way, but one that waits for another member takes none. Longer means
-that a job never reached a member of its group, for which the others would wait."""
 CATCH_UP_S = 0.05
 """For reading what a holder has sent that seems silent: it may be this process that stood still."""
 LOOP_END_S = 2.0
-"""For the loops to end by themselves when a rank closes; then their peers are cut off."""
+"""For the loop to end by itself when a rank closes; then its peers are cut off."""
+STREAM = 0
+"""The one stream of a gang that may decode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +110,8 @@ class RankConfig:
     """Host memory for KV on its way to or from another gang."""
     kv_checksum: float = 0.0
     """Share of messages of KV whose bytes are compared where they land, 0 to 1."""
+    quantum_ms: float = 50.0
+    """About how long a step computes before something else may have the rank."""
 
 
 class Rank:
@@ -120,6 +133,7 @@ class Rank:
         self._hosted = store
         self._data_group = data_group
         self._launches = LaunchOrder()
+        self._secret = secret
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._rpc = RpcThread(self._handlers(), secret=secret, on_disconnect=self._router_gone)
         self._fence = Fence()
@@ -128,10 +142,10 @@ class Rank:
         self._epoch = ""
         self._receiver: KvReceiver | None = None
         self._sender: KvSender | None = None
-        self._prefill: PrefillLoop | None = None
-        self._decode: DecodeLoop | None = None
+        self._log: ConductorEnd | MemberEnd | None = None
+        self._loop: EngineLoop | None = None
         self._groups: list[Mesh | InstanceGroup] = []
-        self._loops: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None
         self._closing = False
 
@@ -169,13 +183,35 @@ class Rank:
         )
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)
-        if config.role != "decode":
-            self._prefill = PrefillLoop(self.engine, self._notify)
-            self._spawn("prefill", self._prefill.run)
-        if config.role != "prefill":
-            self._decode = DecodeLoop(self.engine, self._notify)
-            self._spawn("decode", self._decode.run)
+        self._log = self._join_log(store)
+        self._loop = EngineLoop(self.engine, self._notify, self._log)
+        if isinstance(self._log, ConductorEnd):
+            self._spawn("conductor", self._log.run)
+        self._spawn("engine", self._loop.run)
         return self._rpc.start(config.host)
+
+    def _join_log(self, store: Store) -> ConductorEnd | MemberEnd:
+        """Rank 0 hosts the conductor; the others learn from the gang's store where."""
+        config, deadline_s = self.config, JOIN_DEADLINE.total_seconds()
+        key = f"{config.gang_id}/log"
+        if config.rank:
+            port = int(store.get(key))
+            host = self._store_address.host
+            connection = join_log(
+                host, port, rank=config.rank, secret=self._secret, deadline_s=deadline_s
+            )
+            return MemberEnd(connection)
+        conductor = Conductor(config.world_size, int(config.quantum_ms * 1e6))
+        if config.role != "prefill":
+            conductor.open_stream(STREAM, tuple(range(config.world_size)))
+        listener = LogListener(config.host)
+        try:
+            store.set(key, str(listener.port))
+            others = range(1, config.world_size)
+            members = listener.accept(others, secret=self._secret, deadline_s=deadline_s)
+        finally:
+            listener.close()
+        return ConductorEnd(conductor, members)
 
     def _build_engine(self, mesh: Mesh, instance: InstanceGroup) -> Engine:
         config = self.config
@@ -217,37 +253,36 @@ class Rank:
         """Raise FaultError if a loop of this rank has died, or waits for what will not come."""
         if self._failure is not None:
             raise FaultError(f"rank {self.config.rank} is broken: {self._failure!r}")
-        if self._decode is not None:
-            self._decode.check_progress()
+        if self._loop is not None:
+            self._loop.stream.check_progress()
 
     def close(self) -> None:
         """Stop serving; the router has drained before, whatever is left is dropped. Idempotent."""
         if self._closing:
             return
         self._closing = True
-        if self._decode is not None:
-            self._decode.close()
-        if self._prefill is not None:
-            self._prefill.close()
+        if isinstance(self._log, ConductorEnd):
+            self._log.tell(Conductor.shutdown)
         deadline = time.monotonic() + LOOP_END_S
-        for loop in self._loops:
-            loop.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            if thread.name != "conductor":
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._leave_groups()
         self._rpc.close()
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
         def run() -> None:
-            if self.config.role != "elastic":  # whose two loops are two threads
+            if name == "engine":
                 self._launches.take()
             try:
                 body()
             except BaseException as exc:
                 self._break(exc)
             else:
-                self._break(FaultError(f"the {name} loop was ended by another rank"))
+                self._break(FaultError(f"the {name} thread was ended by another rank"))
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._loops.append(thread)
+        self._threads.append(thread)
         thread.start()
 
     def _break(self, exc: BaseException) -> None:
@@ -266,6 +301,8 @@ class Rank:
 
     def _leave_groups(self) -> None:
         self._leave_connection()
+        if self._log is not None:
+            self._log.close()
         for group in self._groups:
             group.close()
 
@@ -284,6 +321,16 @@ class Rank:
             "join": self._join,
             "cancel": self._cancel,
         }
+
+    @property
+    def _store_address(self) -> StoreAddress:
+        return self._hosted.address if isinstance(self._hosted, HostedStore) else self._hosted
+
+    @property
+    def loop(self) -> EngineLoop:
+        """What this rank does, once it was started."""
+        assert self._loop is not None, "the rank was started"
+        return self._loop
 
     @property
     def attached(self) -> bool:
@@ -327,25 +374,9 @@ class Rank:
             return
         self._router = None
         self._fence.release()
-        if self._prefill is not None:
-            self._prefill.cancel_all()
-            self._drain(self._prefill, self._prefill.open_jobs)
-        if self._decode is not None:
-            self._decode.cancel_all(self._router_id)
-
-    def _drain(self, prefill: PrefillLoop, jobs: frozenset[int]) -> None:
-        """See that a former router's jobs get on until they have ended."""
-        steps = prefill.ending_steps
-
-        def check() -> None:
-            if not (left := jobs & prefill.open_jobs):
-                return
-            if prefill.ending_steps == steps:
-                self._break(DeadlineExceeded("a step of a former router's jobs", DRAIN_S))
-            else:
-                self._drain(prefill, left)
-
-        self._rpc.later(DRAIN_S, check)
+        owner = self._owner
+        self.loop.cancel_all()
+        self._conduct(lambda conductor: conductor.end_owner(owner))
 
     def _require_attached(self, peer: Peer) -> None:
         """Two routers at once would be two sequencers."""
@@ -354,45 +385,64 @@ class Rank:
 
     def _submit(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
-        loop, job = self._prefill_loop, schema.unpack(PrefillJob, payload)
+        job = schema.unpack(PrefillJob, payload)
+        if self.config.role == "decode":
+            raise ProtocolError("a decode rank runs no prefill jobs")
         try:
             check_job(job, self.engine.spec)
         except ConfigError as error:
-            loop.refuse(job, error)  # jobs come as notifications, which have no answer
+            # jobs come as notifications, which have no answer
+            self.loop.refuse(job, error)
             raise
-        loop.submit(job)
+        self.loop.submit(job, self._owner)
+        task = StepTask(
+            id=job.job_id,
+            ranks=tuple(sorted(ranks_of(self._layout, job))),
+            urgent=job.urgent,
+            parts=parts_of(self.engine, job).total,
+            sequences=tuple(piece.rid for piece in job.pieces),
+            owner=self._owner,
+        )
+        self._conduct(lambda conductor: conductor.submit(task))
 
     def _reserve(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
-        self._decode_loop.reserve(schema.unpack(Reserve, payload), self._router_id)
+        self._require_decoding()
+        self.loop.stream.reserve(schema.unpack(Reserve, payload), self._owner)
 
     def _join(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
-        self._decode_loop.join(schema.unpack(JoinBatch, payload))
+        self._require_decoding()
+        row, owner = schema.unpack(JoinBatch, payload), self._owner
+        self._conduct(
+            lambda conductor: conductor.join(
+                STREAM, row.rid, row.first_token, owner, budget=row.budget
+            )
+        )
 
     def _cancel(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
         rid = schema.unpack(CancelRequest, payload).rid
-        if self._prefill is not None:
-            self._prefill.cancel(rid)
-        if self._decode is not None:
-            self._decode.cancel(rid)
+        self.loop.cancel(rid)
+        self._conduct(lambda conductor: conductor.cancel(rid))
+
+    def _conduct(self, event: Callable[[Conductor], None]) -> None:
+        """Tell the conductor, if this rank hosts it."""
+        if isinstance(self._log, ConductorEnd):
+            self._log.tell(event)
 
     @property
-    def _prefill_loop(self) -> PrefillLoop:
-        if self._prefill is None:
-            raise ProtocolError(f"a {self.config.role} rank runs no prefill jobs")
-        return self._prefill
+    def _owner(self) -> int:
+        """The present router's attachment, as the log names it."""
+        return name_digest(self._router_id)
 
-    @property
-    def _decode_loop(self) -> DecodeLoop:
-        if self._decode is None:
-            raise ProtocolError(f"a {self.config.role} rank decodes nothing")
-        return self._decode
+    def _require_decoding(self) -> None:
+        if self.config.role == "prefill":
+            raise ProtocolError("a prefill rank decodes nothing")
 
     def _describe(self) -> RankDescription:
         config, spec = self.config, self.engine.spec
-        address = self._hosted.address if isinstance(self._hosted, HostedStore) else self._hosted
+        address = self._store_address
         pool = self.engine.pool
         token_bytes = 2 * spec.layers * pool.kv_heads * pool.head_dim * pool.k.element_size()
         return RankDescription(
@@ -414,16 +464,16 @@ class Rank:
         )
 
     def _stats(self) -> RankStats:
-        pool = self.engine.pool
+        pool, loop = self.engine.pool, self.loop
         return RankStats(
             rank=self.config.rank,
             kv_slots=pool.capacity,
             kv_used=pool.used,
-            requests=self._decode.reserved if self._decode else 0,
-            running=self._decode.running if self._decode else 0,
-            waiting=self._prefill.waiting if self._prefill else 0,
-            iterations=self._decode.iterations if self._decode else 0,
-            iterating_s=self._decode.iterating_s if self._decode else 0.0,
+            requests=loop.stream.reserved,
+            running=loop.stream.running,
+            waiting=loop.waiting,
+            iterations=loop.stream.iterations,
+            iterating_s=loop.stream.iterating_s,
         )
 
     # --- KV connection ----------------------------------------------------------------------------
@@ -445,7 +495,7 @@ class Rank:
             message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
             self._notify("link_broken", message)
 
-        if self._prefill is not None and self.config.role == "prefill":
+        if self.config.role == "prefill":
             self._sender = KvSender(
                 connection,
                 self.engine.pool,
@@ -456,14 +506,14 @@ class Rank:
                 on_lost=lost,
                 on_broken=self._break,
             )
-            self._prefill.use_sender(self._sender)
-        if self._decode is not None:
+            self.loop.use_sender(self._sender)
+        else:
             self._receiver = KvReceiver(
                 connection,
                 self.engine.pool,
                 rank=self.config.rank,
                 in_flight_bytes=self.config.kv_in_flight_bytes,
-                find=self._decode.find,
+                find=self.loop.stream.find,
                 on_landed=lambda landed: self._notify("landed", landed),
                 on_failed=lambda failed: self._notify("failed", failed),
                 on_lost=lost,
@@ -482,8 +532,8 @@ class Rank:
     def _leave_connection(self) -> None:
         sender, receiver = self._sender, self._receiver
         self._sender = self._receiver = None
-        if self._prefill is not None:
-            self._prefill.use_sender(None)
+        if self._loop is not None:
+            self._loop.use_sender(None)
         for end in (sender, receiver):
             if end is not None:
                 end.close()

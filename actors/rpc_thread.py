@@ -102,9 +102,10 @@ class RpcThread:
             try:
                 result = body()
             except Exception as exc:
-                self._loop.call_soon_threadsafe(settle, None, exc)
+                failure = exc
+                self.soon(lambda: settle(None, failure))
             else:
-                self._loop.call_soon_threadsafe(settle, result, None)
+                self.soon(lambda: settle(result, None))
 
         threading.Thread(target=run, name=name, daemon=True).start()
         return await done

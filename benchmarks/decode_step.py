@@ -17,9 +17,7 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import queue
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -29,7 +27,7 @@ from typing import Any
 import torch
 
 MODEL = Path(__file__).parent.parent / "models" / "needle"
-PATIENCE_S = 120.0
+FIRST_TOKEN = 5
 
 
 def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
@@ -40,12 +38,13 @@ def shares_of_prompt(context: int, ranks: int) -> list[tuple[int, int]]:
 def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     """A decode rank: obeys (context, batch, steps), answers with the times of the first master's
     iterations."""
-    from csps.actors.decode import DecodeLoop
     from csps.actors.engine.engine import Engine
+    from csps.actors.engine.stream import Stream
     from csps.actors.kv_pool import KvPool
     from csps.actors.layout import GangLayout
     from csps.actors.mesh import Mesh, StoreAddress, join_store
     from csps.models.loading import load_network
+    from csps.protocols.log_entries import Change
 
     torch.set_num_threads(1)
     ranks, slots = args["ranks"], args["slots"]
@@ -75,40 +74,36 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
         device=torch.device("cpu"),
     )
     stamps: list[float] = []
-    freed: queue.Queue[int] = queue.Queue()
 
     def notify(method: str, message: Any) -> None:
         if method == "tokens":
             stamps.append(time.perf_counter())
-        elif method == "freed":
-            freed.put(message.rid)
 
-    loop = DecodeLoop(engine, notify)
-    threading.Thread(target=loop.run, daemon=True).start()
+    stream, version = Stream(engine, notify, freed=lambda: None), 0
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         rids, context, steps = order
         for rid in rids:
-            _reserve(loop, rid, context, steps, ranks)
+            _reserve(stream, rid, context, steps, ranks)
             _fill(pool, rid, context, rank, ranks)
         pipe.send("reserved")
         pipe.recv()
         stamps.clear()
-        begun = time.process_time(), loop.iterations
-        if rank == 0:
-            _join_all(loop, rids)
-        for _ in rids:
-            freed.get(timeout=PATIENCE_S)
-        cpu_s = (time.process_time() - begun[0]) / (loop.iterations - begun[1])
-        pipe.send((list(stamps), cpu_s))
-    loop.close()
+        begun, rows = time.process_time(), tuple((rid, FIRST_TOKEN) for rid in rids)
+        with torch.inference_mode():
+            stream.change(Change(0, version + 1, joined=rows))
+            for _ in range(steps - 1):
+                stream.iterate()
+            stream.change(Change(0, version + 2, left=tuple(rids)))
+        version += 2
+        pipe.send((list(stamps), (time.process_time() - begun) / (steps - 1)))
 
 
-def _reserve(loop: Any, rid: int, context: int, steps: int, ranks: int) -> None:
+def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> None:
     from csps.protocols.messages import KvShare, Reserve, Sampling, Span
 
     spans = enumerate(shares_of_prompt(context, ranks))
-    loop.reserve(
+    stream.reserve(
         Reserve(
             rid=rid,
             epoch="e",
@@ -119,7 +114,7 @@ def _reserve(loop: Any, rid: int, context: int, steps: int, ranks: int) -> None:
             prompt_length=context,
             sampling=Sampling(temperature=0.0, max_tokens=steps),
         ),
-        "benchmark",
+        owner=0,
     )
 
 
@@ -130,13 +125,6 @@ def _fill(pool: Any, rid: int, context: int, rank: int, ranks: int) -> None:
     k_thd, v_thd = torch.randn(2, stop - start, pool.kv_heads, pool.head_dim)
     for layer in range(len(pool.k)):
         pool.write(layer, rid, Span(start=start, stop=stop), k_thd, v_thd)
-
-
-def _join_all(loop: Any, rids: list[int]) -> None:
-    from csps.protocols.messages import JoinBatch
-
-    for rid in rids:
-        loop.join(JoinBatch(rid=rid, first_token=5))
 
 
 Measured = tuple[int, int, list[float], list[float]]

@@ -76,10 +76,13 @@ class Conductor:
         else:
             self._steps.add(task)
 
-    def join(self, stream: int, sequence: int, token: int, owner: int) -> None:
-        """A sequence becomes a row of a stream; its first iteration is given `token`."""
+    def join(
+        self, stream: int, sequence: int, token: int | None, owner: int, budget: int = 0
+    ) -> None:
+        """A sequence becomes a row of a stream; its first iteration is given `token`, or a piece
+        of its prompt. `budget` is the stream's from now on, unless it is 0."""
         if not self._closed and owner not in self._ended:
-            self._streams.join(stream, sequence, token, owner)
+            self._streams.join(stream, sequence, token, owner, budget)
 
     def report(self, report: Report) -> None:
         """What a rank reports.
@@ -94,6 +97,11 @@ class Conductor:
                 self.ran(rank, seq, step, part, nanoseconds, done)
             case Iterated(rank, seq, stream, nanoseconds, finished):
                 self.iterated(rank, seq, stream, nanoseconds, finished)
+
+    @property
+    def unprepared(self) -> tuple[int, ...]:
+        """Submitted steps that some of their ranks have not prepared."""
+        return self._steps.unprepared()
 
     def prepared(self, step: int, rank: int) -> None:
         """A rank has a step's tokens, and has taken its slots."""
@@ -137,8 +145,8 @@ class Conductor:
             self._streams.finish(iterating, sequence, seq)
 
     def cancel(self, sequence: int) -> None:
-        """A sequence is given up: as a row, and in all steps that are known. A step that has no
-        other one is aborted, unless its last quantum is on its way."""
+        """A sequence is given up: as a row or what is to become one, and in all steps that are
+        known. A step that has no other one is aborted, unless its last quantum is on its way."""
         for step in self._steps.of_sequence(sequence):
             if step.ending or sequence in step.cancelled:
                 continue
@@ -146,7 +154,7 @@ class Conductor:
             step.withdrawn.append(sequence)
             if len(step.cancelled) == len(step.task.sequences):
                 self._abort(step)
-        self._streams.leave(sequence)
+        self._streams.forget(sequence)
 
     def end_owner(self, owner: int) -> None:
         """All that an owner has submitted is given up, and no more of it is taken. A step whose
@@ -272,7 +280,8 @@ class Conductor:
     def _change(self, stream: Stream) -> None:
         stream.version += 1
         joined, left = tuple(stream.joined.items()), tuple(stream.left)
-        seq = self._append(Change(stream.id, stream.version, joined, left), stream.ranks)
+        change = Change(stream.id, stream.version, joined, left, stream.budget)
+        seq = self._append(change, stream.ranks)
         for sequence, _ in joined:
             stream.rows[sequence].since = seq
         stream.joined, stream.left = {}, []

@@ -42,9 +42,12 @@ class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):
     stream: Count
     version: Positive
     """Changes of the stream, this one included."""
-    joined: tuple[tuple[Count, Count], ...] = ()
-    """(sequence, the token that its first iteration is given)."""
+    joined: tuple[tuple[Count, Count | None], ...] = ()
+    """(sequence, the token that its first iteration is given; None if it rides, and computes its
+    prompt first)."""
     left: tuple[Count, ...] = ()
+    budget: Count = 0
+    """Tokens that an iteration may compute from now on (`iteration.fill`)."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -77,6 +77,7 @@ class GangPlan:
     kv_slots: int = 4096
     kv_in_flight_bytes: int = 2**20
     kv_checksum: float = 0.0
+    quantum_ms: float = 50.0
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
 
     def rank_fields(self, rank: int) -> dict[str, Any]:
@@ -92,6 +93,7 @@ class GangPlan:
             "kv_slots": self.kv_slots,
             "kv_in_flight_bytes": self.kv_in_flight_bytes,
             "kv_checksum": self.kv_checksum,
+            "quantum_ms": self.quantum_ms,
         }
 
 

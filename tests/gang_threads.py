@@ -94,15 +94,14 @@ class ThreadCell(Cell):
             rank.engine.pool.check_integrity()
             assert rank.engine.pool.used == 0, rank.config
         for rank in self.prefill_gang.ranks:
-            assert not rank._prefill_loop.open_jobs
+            assert not rank.loop.open_steps
         for rank in self.decode_gang.ranks:
-            assert rank._decode_loop.running == rank._decode_loop.reserved == 0
+            assert rank.loop.stream.running == rank.loop.stream.reserved == 0
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
-        prefill = [rank._prefill_loop for rank in self.prefill_gang.ranks]
         await eventually(lambda: not any(rank.engine.pool.used for rank in self.ranks))
-        await eventually(lambda: not any(loop.open_jobs for loop in prefill))
+        await eventually(lambda: not any(rank.loop.open_steps for rank in self.ranks))
         self.check_idle()
 
 
@@ -130,6 +129,7 @@ async def thread_cell(
     decode_tp: int = 1,
     kv_slots: int = 4096,
     kv_in_flight_bytes: int = 2**20,
+    quantum_ms: float = 50.0,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
     data_group: GroupMaker | None = STRICT,
@@ -140,6 +140,7 @@ async def thread_cell(
         model_dir=str(model_dir),
         kv_slots=kv_slots,
         kv_in_flight_bytes=kv_in_flight_bytes,
+        quantum_ms=quantum_ms,
     )
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)

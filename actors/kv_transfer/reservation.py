@@ -30,7 +30,7 @@ class Reservation:
     """This rank's share of the prompt."""
     heads: range
     layers: int
-    owner: str
+    owner: int
     """The router's attachment that asked for it."""
     started: float = field(default_factory=time.monotonic)
     missing: int = field(init=False)

@@ -116,6 +116,11 @@ class Steps:
         """A step that is not finished."""
         return self._all.get(step)
 
+    def unprepared(self) -> tuple[int, ...]:
+        """Steps that some members have not prepared, oldest first."""
+        missing = (it for it in self._all.values() if len(it.prepared) < len(it.task.ranks))
+        return tuple(it.task.id for it in missing)
+
     def of_sequence(self, sequence: int) -> tuple[Step, ...]:
         """Steps that compute a sequence, oldest first."""
         return tuple(self._of_sequence.get(sequence, ()))

@@ -10,6 +10,8 @@ LEASES = 2
 LEASE_NS = 20_000_000
 """A lease's length, where no step waits for it: what a row that joins has to wait, twice."""
 LEASE_ITERATIONS = 8
+REMEMBERED = 4096
+"""Sequences that were given up, whose joining may still come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +31,12 @@ class Stream:
     ranks: tuple[int, ...]
     version: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
-    joined: dict[int, int] = field(default_factory=dict)
-    """The first token of each row that is not in the log yet."""
+    budget: int = 0
+    """Tokens that an iteration may compute, with rows that prefill."""
+    joined: dict[int, int | None] = field(default_factory=dict)
+    """The first token of each row that is not in the log yet; None for one that rides."""
     left: list[int] = field(default_factory=list)
-    """Sequences that the log still has as rows."""
+    """Sequences that are gone, which the log does not say yet; not all were rows."""
     leases: dict[int, int] = field(default_factory=dict)
     """Iterations of each lease that nobody has reported, by its number in the log."""
     served: int = 0
@@ -68,6 +72,7 @@ class Streams:
         self._all: dict[int, Stream] = {}
         self._on: list[list[Stream]] = [[] for _ in range(ranks)]
         self._of_sequence: dict[int, Stream] = {}
+        self._given_up: dict[int, None] = {}
 
     def open(self, stream: int, ranks: tuple[int, ...]) -> None:
         """A stream without rows."""
@@ -89,10 +94,13 @@ class Streams:
         """Streams with rows on a rank."""
         return (stream for stream in self._on[rank] if stream.rows)
 
-    def join(self, stream: int, sequence: int, token: int, owner: int) -> None:
-        """A sequence becomes a row."""
+    def join(self, stream: int, sequence: int, token: int | None, owner: int, budget: int) -> None:
+        """A sequence becomes a row, unless it was given up before."""
+        if sequence in self._given_up:
+            return
         assert sequence not in self._of_sequence, f"sequence {sequence} is a row"
         joined = self._all[stream]
+        joined.budget = budget or joined.budget
         joined.rows[sequence] = Row(owner)
         joined.joined[sequence] = token
         self._of_sequence[sequence] = joined
@@ -100,11 +108,22 @@ class Streams:
     def leave(self, sequence: int) -> None:
         """A sequence is no row any more, if it was one."""
         stream = self._of_sequence.pop(sequence, None)
-        if stream is None:
-            return
-        del stream.rows[sequence]
-        if stream.joined.pop(sequence, None) is None:
+        if stream is not None:
+            del stream.rows[sequence]
+            stream.joined.pop(sequence, None)
             stream.left.append(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence is given up, be it a row or only prepared to become one: ranks hold slots for
+        it in either case, and give them back when the log says so."""
+        self._given_up[sequence] = None
+        if len(self._given_up) > REMEMBERED:
+            del self._given_up[next(iter(self._given_up))]
+        if sequence in self._of_sequence:
+            self.leave(sequence)
+        else:
+            for stream in self:
+                stream.left.append(sequence)
 
     def finish(self, stream: Stream, sequence: int, seq: int) -> None:
         """A row was finished by a lease. It may have left, and even have joined again, since."""

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from gang_cell import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
-from gang_threads import ThreadCell, eventually, is_broken, thread_cell
+from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.actors import rank as rank_module
-from csps.actors.rpc_thread import RpcThread
+from csps.actors.name_digest import name_digest
 from csps.protocols import fence
-from csps.protocols.errors import Cancelled, FaultError, ProtocolError, RanksHeld, Superseded
+from csps.protocols.errors import Cancelled, ProtocolError, RanksHeld, Superseded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import (
     CancelRequest,
     JoinBatch,
     KvLanded,
+    PrefillDone,
     PrefillJob,
     RankDescription,
     RankStats,
@@ -153,12 +152,12 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
     """A rank may read it after the gang has been told that the router is gone."""
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(1))
-        leader, follower = (rank._decode_loop for rank in cell.decode_gang.ranks)
-        owner = cell.decode_gang.ranks[0]._router_id
-        leader.cancel_all(owner)
+        leader, follower = cell.decode_gang.ranks
+        owner = name_digest(leader._router_id)
+        leader._conduct(lambda conductor: conductor.end_owner(owner))
         await cell.freed(1)
         with pytest.raises(Cancelled):
-            follower.reserve(request(2).reserve(cell.epoch), owner)
+            follower.loop.stream.reserve(request(2).reserve(cell.epoch), owner)
         cell.check_idle()
 
 
@@ -187,69 +186,38 @@ async def test_one_rank_may_be_asked_by_many(tiny_llama: Path) -> None:
 # --- a router that dies in the middle of sending a job -------------------------------------
 
 
-async def test_a_job_that_reached_only_some_breaks_the_gang(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_module, "DRAIN_S", 0.2)
+async def test_a_step_that_reached_only_some_is_forgotten(tiny_llama: Path) -> None:
+    """It began nowhere, so that nobody waits for it, and what it was given comes back."""
     async with cell_of(tiny_llama) as cell:
-        it = request(1)
-        await cell.reserve(it)
-        cell.submit(job(it), it.prompt, ranks=[0])
+        for rank in (0, 1):
+            it = request(1 + rank)
+            await cell.reserve(it)
+            cell.submit(job(it), it.prompt, ranks=[rank])
         await cell.prefill.stats()
+        assert all(rank.engine.pool.used for rank in cell.prefill_gang.ranks)
         await cell.hang_up()
-        waiting, innocent = cell.prefill_gang.ranks
-        await eventually(lambda: is_broken(waiting))
-        with pytest.raises(FaultError, match="former router"):
-            waiting.check_health()
-        with pytest.raises(FaultError, match="is broken"):
-            await Cell().attach(cell.prefill_gang.members, "prefill")
-        assert not is_broken(innocent)  # Serve replaces the gang for its peer's sake
-        for rank in cell.decode_gang.ranks:
-            rank.check_health()
-        await eventually(lambda: not any(r.engine.pool.used for r in cell.decode_gang.ranks))
+        await cell.idle()
+        await check_serves(await successor(cell), tiny_llama)
 
 
-Checks = dict[RpcThread, list[Callable[[], None]]]
+async def test_a_step_that_comes_after_its_router_has_gone(tiny_llama: Path) -> None:
+    """A rank may read it after the gang has been told."""
+    async with cell_of(tiny_llama) as cell:
+        leader = cell.prefill_gang.ranks[0]
+        owner = name_digest(leader._router_id)
+        leader._conduct(lambda conductor: conductor.end_owner(owner))
+        it = request(1)
+        cell.submit(job(it), it.prompt)
+        await cell.told(2, PrefillDone, cancelled=True)
+        await cell.idle()
 
 
-@pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> Checks:
-    """What ranks would do in DRAIN_S."""
-    due: Checks = defaultdict(list)
-    monkeypatch.setattr(RpcThread, "later", lambda rpc, delay_s, call: due[rpc].append(call))
-    return due
-
-
-async def test_jobs_that_end_in_time_break_nothing(tiny_llama: Path, checks: Checks) -> None:
+async def test_work_of_every_kind_ends_with_its_router(tiny_llama: Path) -> None:
     async with cell_of(tiny_llama) as cell:
         await leave_work_of_every_kind(cell)
         await cell.hang_up()
         await cell.idle()
-        for rank in cell.prefill_gang.ranks:
-            await eventually(lambda rpc=rank._rpc: bool(checks[rpc]))
-            (check,) = checks[rank._rpc]
-            check()
-            assert checks[rank._rpc] == [check], "there is nothing to look for any more"
         await check_serves(await successor(cell), tiny_llama)
-
-
-async def test_jobs_have_as_long_as_they_get_on(tiny_llama: Path, checks: Checks) -> None:
-    """The job has not reached the other member, so that all its steps are this test's."""
-    async with cell_of(tiny_llama) as cell:
-        it = request(1)
-        await cell.reserve(it)
-        job_id = cell.submit(job(it), it.prompt, ranks=[1])
-        await cell.prefill.stats()
-        await cell.hang_up()
-        rank = cell.prefill_gang.ranks[1]
-        await eventually(lambda: bool(checks[rank._rpc]))
-        for _ in range(3):
-            rank._prefill_loop._progress.step(job_id)
-            checks[rank._rpc].pop()()
-            assert not is_broken(rank)
-        rank._prefill_loop._progress.step(job_id + 1)  # of the next router
-        checks[rank._rpc].pop()()
-        assert is_broken(rank)
 
 
 async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None:
@@ -257,7 +225,7 @@ async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
         it = Request(rid=1, prompt=prompt_of(40, 1), shares=even_shares(40, [0]))
         await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[0]._decode_loop.find(1)
+        reservation = cell.decode_gang.ranks[0].loop.stream.find(1)
         assert reservation is not None
         with reservation.lock:
             cell.submit(job_of([it.piece()], [0]), it.prompt)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
-from held_orders import HeldOrders
+from held_steps import HeldSteps
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -54,7 +54,7 @@ async def test_a_stopped_job(
     strategy: str,
     tp: int,
 ) -> None:
-    orders, plan = HeldOrders(monkeypatch), None
+    steps, plan = HeldSteps(monkeypatch), None
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
         plan = CsaPlan.uniform(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
@@ -64,7 +64,7 @@ async def test_a_stopped_job(
         await cell.reserve(it)
         job = job_of([it.piece()], [0, 1], strategy=strategy, csa=plan, trace=TIMELINE)
         job_id = cell.submit(job, it.prompt)
-        await orders.meanwhile_cancel(cell, VICTIM)
+        await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(job_id)
         assert all(done.cancelled for done in cell.about(PrefillDone, job_id=job_id))
         await cell.freed(VICTIM)

@@ -14,7 +14,7 @@ import pytest
 from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
-from held_orders import HeldOrders
+from held_steps import HeldSteps
 
 from csps.protocols.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
 from csps.protocols.messages import (
@@ -120,12 +120,12 @@ async def test_before_all_members_have_come(tiny_llama: Path) -> None:
 
 
 async def test_under_way(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders = HeldOrders(monkeypatch)
+    steps = HeldSteps(monkeypatch)
     async with cell_of(tiny_llama) as cell:
         victim = request(VICTIM)
         await cell.reserve(victim)
         job_id = cell.submit(job(victim), victim.prompt)
-        await orders.meanwhile_cancel(cell, VICTIM)
+        await steps.meanwhile_cancel(cell, VICTIM)
         await cell.prefilled(job_id)
         assert all(it.cancelled for it in cell.about(PrefillDone, job_id=job_id))
         assert not cell.about(KvLanded, rid=VICTIM)  # the last layer was never computed
@@ -185,7 +185,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
         victim = request(VICTIM)
         await cell.reserve(victim)
         receiver = cell.decode_gang.ranks[1]
-        reservation = receiver._decode_loop.find(VICTIM)
+        reservation = receiver.loop.stream.find(VICTIM)
         assert reservation is not None
         with reservation.lock:
             cell.submit(job(victim), victim.prompt)
@@ -193,7 +193,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
             await cell.until(lambda: cell.about(KvLanded, rid=VICTIM, rank=0))
             assert not cell.about(KvLanded, rid=VICTIM, rank=1)
             cell.cancel(VICTIM)
-            await eventually(lambda: receiver._decode_loop.find(VICTIM) is None)
+            await eventually(lambda: receiver.loop.stream.find(VICTIM) is None)
             assert receiver.engine.pool.used > 0  # it waits for who is writing
         await check_goes_on(cell, tiny_llama)
         assert not cell.about(KvLanded, rid=VICTIM, rank=1)

@@ -20,7 +20,7 @@ from gang_cell import (
 from gang_processes import RankProcess, process_cell
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
-from held_orders import HeldOrders
+from held_steps import HeldSteps
 
 from csps.protocols.messages import PrefillJob, RequestFailed, Sampling
 
@@ -62,12 +62,12 @@ async def test_a_prefill_rank_is_killed_before_or_in_the_middle_of_a_job(
         await cell.reserve(victim)
         cell.submit(job(decoding), decoding.prompt)
         await cell.join(decoding)
-        orders = HeldOrders(monkeypatch)
+        steps = HeldSteps(monkeypatch)
         cell.submit(job(victim), victim.prompt, ranks=[0, 1] if begun else [0])
-        await (orders.decided() if begun else cell.prefill.stats())  # or it waits for rank 1
+        await (steps.begun() if begun else cell.prefill.stats())  # or it waits for rank 1
 
         cell.prefill_gang.process(1).kill()
-        orders.go_on.set()
+        steps.go_on.set()
         survivor = cell.prefill_gang.ranks[0]
         await eventually(lambda: is_broken(survivor))
         await cell.prefill.lost

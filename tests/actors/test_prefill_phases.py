@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from csps.actors.engine.step_run import StepRun
 from csps.actors.job_clock import JobClock
-from csps.actors.prefill import PrefillLoop
 from csps.actors.strategies import parts
 from csps.actors.timeline_export import LAYER, PHASE
 from csps.models.network import Layer
@@ -74,5 +74,5 @@ def test_a_gpu_is_handed_the_mlp_as_a_whole(
     layer, run = Mock(spec=Layer, all_reduce=None), Mock(clock=JobClock())
     layer.mlp.side_effect = torch.clone
     with FakeTensorMode():
-        PrefillLoop._mlp(Mock(), run, 0, layer, torch.empty(25, 8, device=device))
+        StepRun._mlp(run, 0, layer, torch.empty(25, 8, device=device))
     assert [len(call.args[0]) for call in layer.mlp.call_args_list] == blocks

@@ -16,13 +16,13 @@ from csps.protocols.messages import PrefillProgress
 
 
 def test_steps_are_told_once_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [(1, 100.0), (1, 100.1), (2, 100.9), (2, 100.0 + REPORT_S), (2, 101.5)]
-    clock = Mock(side_effect=[now for _, now in steps])
+    times = [100.0, 100.1, 100.9, 100.0 + REPORT_S, 101.5]
+    clock = Mock(side_effect=times)
     monkeypatch.setattr(progress_report, "time", Mock(monotonic=clock))
     told: list[tuple[str, Any]] = []
     report = ProgressReport(lambda *word: told.append(word), rank=3)
-    for job_id, _ in steps:
-        report.step(job_id)
+    for _ in times:
+        report.step()
     assert told == [("prefill_progress", PrefillProgress(rank=3))] * 2
 
 

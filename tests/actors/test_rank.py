@@ -23,7 +23,7 @@ from gang_cell import (
 from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
-from csps.actors import decode as decode_module
+from csps.actors.engine import stream as stream_module
 from csps.actors.mesh import host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.models.errors import CheckpointError
@@ -123,10 +123,10 @@ async def test_an_iteration_that_does_not_end_is_noticed(
         await cell.reserve(it)
         cell.submit(job_of([it.piece()], [0]), it.prompt)
         await cell.join(it)
-        await eventually(lambda: leader._decode_loop.iterations > 0)
+        await eventually(lambda: leader.loop.stream.iterations > 0)
         leader.check_health()
         with monkeypatch.context() as hurried:
-            hurried.setattr(decode_module, "ITERATION_S", 0.0)
+            hurried.setattr(stream_module, "ITERATION_S", 0.0)
             with pytest.raises(DeadlineExceeded, match="iteration"):
                 leader.check_health()
         go_on.set()

@@ -171,10 +171,10 @@ def test_control_messages_do_not_wait_behind_data() -> None:
         if mesh.rank == 0:
             room = torch.zeros(1)
             data = mesh.exchange([], [(1, room)], Tag.ROWS)
-            mesh.tell(words, 1, ControlTag.MEETING).wait()
+            mesh.tell(words, 1, ControlTag.DECODE_TOKEN).wait()
             data.wait()
             return room.tolist()
-        mesh.hear(words, 0, ControlTag.MEETING).wait()
+        mesh.hear(words, 0, ControlTag.DECODE_TOKEN).wait()
         mesh.exchange([(0, torch.ones(1))], [], Tag.ROWS).wait()
         return []
 

@@ -13,7 +13,7 @@ from mesh_threads import on_ranks
 from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import ControlTag, GeneratedResponse, Mesh, Pending, Tag
+from csps.actors.mesh import BegunExchange, ControlTag, Mesh, Pending, Tag
 from csps.actors.timeline import Timeline
 from csps.actors.transfers import Label, Transfers
 
@@ -60,12 +60,12 @@ def test_waiting_does_other_work_while_there_is_any_and_nothing_has_arrived() ->
 
         def work() -> bool:
             if shares and shares.pop() == 3:
-                mesh.tell(go, 0, ControlTag.PREFILL_ORDERS).wait()
+                mesh.tell(go, 0, ControlTag.DECODE_TOKEN).wait()
             return bool(shares)
 
         with Transfers(mesh, JobClock()) as transfers:
             if mesh.rank == 0:
-                mesh.hear(go, 1, ControlTag.PREFILL_ORDERS).wait()
+                mesh.hear(go, 1, ControlTag.DECODE_TOKEN).wait()
                 transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL)
                 return []
             transfer = transfers.start([], [(0, torch.zeros(4))], Tag.ROWS, LABEL)
@@ -191,13 +191,13 @@ def test_what_interrupts_a_step_gets_none_of_its_rows() -> None:
             with mesh.lane(1), Transfers(mesh, JobClock()) as inner:
                 if mesh.rank == 1:
                     inner.start([(2, torch.full((1,), 9.0))], [], Tag.RELAYED_ROWS, LABEL)
-                    mesh.hear(done, 2, ControlTag.MEETING).wait()
-                    mesh.tell(done, 0, ControlTag.MEETING).wait()
+                    mesh.hear(done, 2, ControlTag.DECODE_TOKEN).wait()
+                    mesh.tell(done, 0, ControlTag.DECODE_TOKEN).wait()
                 elif mesh.rank == 2:
                     inner.wait(inner.start([], [(1, urgent)], Tag.RELAYED_ROWS, LABEL))
-                    mesh.tell(done, 1, ControlTag.MEETING).wait()
+                    mesh.tell(done, 1, ControlTag.DECODE_TOKEN).wait()
             if mesh.rank == 0:
-                mesh.hear(done, 1, ControlTag.MEETING).wait()
+                mesh.hear(done, 1, ControlTag.DECODE_TOKEN).wait()
                 transfers.start([(1, torch.ones(1))], [], Tag.ROWS, LABEL)
             else:
                 transfers.wait(arrival)
@@ -279,11 +279,9 @@ class _CudaMesh:
         sends: Sequence[tuple[int, torch.Tensor]],
         recvs: Sequence[tuple[int, torch.Tensor]],
         tag: Tag,
-    ) -> GeneratedResponse:
+    ) -> BegunExchange:
         work, tensors = cast(Work, _Work()), [tensor for _, tensor in (*sends, *recvs)]
-        return GeneratedResponse(
-            received=Pending([work], tensors, in_order=True), sent=Pending([], [])
-        )
+        return BegunExchange(received=Pending([work], tensors, in_order=True), sent=Pending([], []))
 
 
 def on_cuda() -> Transfers:

@@ -1,8 +1,7 @@
-"""Short jobs run inside a long one: before it, between two layers, or between two parts of a layer.
+"""Short steps run inside a long one, as the gang's log says: between two of its parts.
 
-Nothing here is a matter of time: a job that one member of its group has not received stands still
-before its first layer, so a test decides what arrives before it goes on. `Doors` hold a job in the
-middle of a layer.
+Nothing here is a matter of time: a step that one member has not received does not begin,
+`HeldSteps` hold one that has begun, and `Doors` one in the middle of a layer.
 """
 
 from __future__ import annotations
@@ -13,25 +12,26 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, eventually, thread_cell
 from greedy_reference import greedy_tokens
+from held_steps import HeldSteps
 from torch import Tensor
 
-from csps.actors import prefill
 from csps.actors.kv_transfer.send_queue import SendQueue
 from csps.actors.kv_transfer.sending import Sending
 from csps.actors.strategies import query_blocks, ulysses
 from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
 
 RESERVED = 10**6
-"""A request of no job."""
+"""A request of no step."""
 
 
 class Line:
-    """Jobs of one request each, numbered alike, that are sent rank by rank."""
+    """Steps of one request each, numbered alike, that are sent rank by rank."""
 
     def __init__(self, cell: ThreadCell) -> None:
         self.cell = cell
@@ -59,6 +59,16 @@ class Line:
         self.post(numbers, ranks)
         await self.cell.prefill.stats()
 
+    async def prepared(self, *but: int) -> None:
+        """Wait until the conductor has heard that all which was sent is prepared."""
+        await eventually(lambda: self._unprepared() == but)
+
+    def _unprepared(self) -> tuple[int, ...]:
+        told: SimpleQueue[tuple[int, ...]] = SimpleQueue()
+        leader = self.cell.prefill_gang.ranks[0]
+        leader._conduct(lambda conductor: told.put(conductor.unprepared))
+        return told.get(timeout=ANSWER_S)
+
     def done(self, number: int) -> list[PrefillDone]:
         """Reports of the ranks of a job's group."""
         return self.cell.about(PrefillDone, job_id=number)
@@ -82,17 +92,23 @@ async def line(
     model: Path, prefill: int, tp: int = 1, processes: Sequence[int] = ()
 ) -> AsyncIterator[Line]:
     async with thread_cell(
-        model, prefill=prefill, decode=1, prefill_tp=tp, prefill_processes=processes
+        model,
+        prefill=prefill,
+        decode=1,
+        prefill_tp=tp,
+        prefill_processes=processes,
+        quantum_ms=0.0,  # a part at a time
     ) as cell:
         yield Line(cell)
 
 
 class Doors:
-    """Before the second and before the third block of queries of a layer's attention."""
+    """Before the second and before the seventh block of queries of a layer's attention: a step is
+    let run two quanta ahead, so that there are some parts between."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, rows: int) -> None:
-        """Blocks have so many rows from now on; jobs of fewer rows meet no door."""
-        self.second, self.third = threading.Event(), threading.Event()
+        """Blocks have so many rows from now on; steps of fewer rows meet no door."""
+        self.second, self.seventh = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
         self._blocks = query_blocks.query_blocks
         patch.setattr(query_blocks, "BLOCK_PRODUCTS", 0)
@@ -101,17 +117,17 @@ class Doors:
 
     def _held(self, q_thd: Tensor, keys: int) -> Iterator[slice]:
         for number, rows in enumerate(self._blocks(q_thd, keys)):
-            if number:
-                door = self.second if number == 1 else self.third
+            if number in (1, 6):
+                door = self.second if number == 1 else self.seventh
                 self.ranks_waiting.release()
                 assert door.wait(ANSWER_S), "the door stayed closed"
             yield rows
 
 
-async def test_an_urgent_job_of_one_rank_runs_inside_a_layer(
+async def test_an_urgent_step_of_one_rank_runs_inside_a_layer(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    doors = Doors(monkeypatch, rows=30)
+    doors = Doors(monkeypatch, rows=10)
     async with line(tiny_llama, 2) as it:
         long = await it.add(80, [0, 1])
         shared = await it.add(5, [0, 1], urgent=True)
@@ -120,32 +136,33 @@ async def test_an_urgent_job_of_one_rank_runs_inside_a_layer(
         for _ in (0, 1):
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         await it.send([shared, *alone], [0, 1])
+        await it.prepared()
         doors.second.set()
-        await eventually(lambda: set(it.drawn_order()) == set(alone))
-        doors.third.set()
+        await eventually(lambda: set(it.drawn_order()) == {shared, *alone})
+        doors.seventh.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order()[2:] == [shared, long]
+        assert it.drawn_order()[3:] == [long]
         assert all(done.yielded_s > 0 for done in it.done(long))
 
 
-async def test_an_urgent_job_that_finds_no_room_does_not_wait_inside_another(
+async def test_an_urgent_step_that_finds_no_room_does_not_wait_inside_another(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slots that it would wait for may be those of the job around it."""
-    doors = Doors(monkeypatch, rows=30)
+    """The slots that it would wait for may be those of the step around it."""
+    doors = Doors(monkeypatch, rows=10)
     async with line(tiny_llama, 1) as it:
-        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        rank = it.cell.prefill_gang.ranks[0]
         long = await it.add(80, [0])
         urgent = await it.add(5, [0], urgent=True)
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        pool.allocate(RESERVED, [Span(start=0, stop=pool.free)])
+        rank.engine.pool.allocate(RESERVED, [Span(start=0, stop=rank.engine.pool.free)])
         await it.send([urgent], [0])
         doors.second.set()
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert not it.drawn_order()
-        pool.free_request(RESERVED)
-        doors.third.set()
+        rank.loop._free([RESERVED])
+        doors.seventh.set()
         await it.finish(tiny_llama)
         assert set(it.drawn_order()) == {long, urgent}
 
@@ -163,31 +180,33 @@ def sending_goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return allowed
 
 
-async def test_urgent_jobs_that_have_room_for_one(
+async def test_urgent_steps_that_have_room_for_one(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, sending_goes_on: threading.Event
 ) -> None:
-    """Each would fit alone: the second does not wait inside the long job for the first."""
-    doors = Doors(monkeypatch, rows=30)
-    monkeypatch.setattr(prefill, "SLOTS_BACK_S", 0.1)  # a rank that waits so long is broken
+    """Each would fit alone: the second does not wait inside the long step for the first."""
+    doors = Doors(monkeypatch, rows=10)
     async with line(tiny_llama, 1) as it:
-        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        rank = it.cell.prefill_gang.ranks[0]
+        pool = rank.engine.pool
         long = await it.add(80, [0])
         urgent = [await it.add(5, [0], urgent=True) for _ in (0, 1)]
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 7)])
         await it.send(urgent, [0])
+        await it.prepared(urgent[1])
         doors.second.set()
+        await it.cell.until(lambda: it.drawn_order() == urgent[:1])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert pool.free == 2
-        pool.free_request(RESERVED)
+        rank.loop._free([RESERVED])
         sending_goes_on.set()
-        doors.third.set()
+        doors.seventh.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [*urgent, long]
+        assert sorted(it.drawn_order()) == [long, *urgent]
 
 
-async def test_urgent_jobs_do_not_wait_for_a_job_of_others(tiny_llama: Path) -> None:
+async def test_urgent_steps_do_not_wait_for_a_step_of_others(tiny_llama: Path) -> None:
     """Whose members wait for one that is busy, be they its leader or not."""
     async with line(tiny_llama, 3, processes=[1]) as it:
         busy = it.cell.prefill_gang.process(1)
@@ -199,120 +218,108 @@ async def test_urgent_jobs_do_not_wait_for_a_job_of_others(tiny_llama: Path) -> 
         await it.cell.until(lambda: set(it.drawn_order()) == set(urgent))
         busy.go_on()
         await it.finish(tiny_llama)
-        waited = it.done(led_elsewhere) + it.done(led_here)
-        assert all(done.yielded_s == 0 for done in waited), "none had begun"
 
 
-async def test_an_urgent_job_runs_as_soon_as_there_is_room(tiny_llama: Path) -> None:
+async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
     async with line(tiny_llama, 2) as it:
-        loop = it.cell.prefill_gang.ranks[0]._prefill_loop
-        pool = it.cell.prefill_gang.ranks[0].engine.pool
+        rank = it.cell.prefill_gang.ranks[0]
+        pool = rank.engine.pool
         pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 4)])
         long = await it.add(80, [0, 1])
         too_long, short = await it.add(5, [0], urgent=True), await it.add(3, [0], urgent=True)
-        await it.send([long, too_long, short], [0])
+        await it.send([long, too_long, short], [0, 1])
         await it.cell.until(lambda: it.drawn_order() == [short])
-        loop._free(RESERVED)
-        await it.cell.until(lambda: it.drawn_order() == [short, too_long])
-        await it.send([long, too_long, short], [1])
+        rank.loop._free([RESERVED])
         await it.finish(tiny_llama)
 
 
-async def test_the_ranks_of_an_instance_run_an_urgent_job_together(tiny_llama: Path) -> None:
-    async with line(tiny_llama, 1, tp=2) as it:
-        long = await it.add(80, [0])
-        urgent = await it.add(5, [0], urgent=True)
-        await it.send([long, urgent], [0])
-        await it.send([long, urgent], [1])
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [urgent, long]
-
-
-async def test_an_urgent_job_runs_inside_a_long_one(tiny_llama: Path) -> None:
+async def test_steps_that_one_member_has_not_received_hold_up_nobody(tiny_llama: Path) -> None:
     async with line(tiny_llama, 2) as it:
-        long = await it.add(80, [0, 1])
-        ordinary = await it.add(8, [0, 1])
-        urgent = await it.add(5, [0, 1], urgent=True)
-        await it.send([long, ordinary, urgent], [0])  # stands still before its first layer
-        await it.send([long, ordinary, urgent], [1])
+        first, urgent = await it.add(80, [0, 1]), await it.add(5, [0, 1], urgent=True)
+        second = await it.add(60, [1, 0])
+        await it.send([first, urgent, second], [0])
+        await it.send([second], [1])
+        await it.cell.until(lambda: it.drawn_order() == [second])
+        await it.send([first, urgent], [1])
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [urgent, long, ordinary]
+
+
+@pytest.mark.parametrize(("prefill", "tp"), [(1, 2), (2, 1), (2, 2)])
+async def test_an_urgent_step_runs_inside_a_long_one(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, prefill: int, tp: int
+) -> None:
+    steps, group = HeldSteps(monkeypatch), list(range(prefill))
+    async with line(tiny_llama, prefill, tp=tp) as it:
+        long = await it.add(80, group)
+        ordinary = await it.add(8, group)
+        urgent = [await it.add(5, group, urgent=True) for _ in range(9)]
+        await it.send([long, ordinary, *urgent], range(prefill * tp))
+        await it.prepared()
+        steps.go_on.set()
+        await it.finish(tiny_llama)
+        assert it.drawn_order() == [*urgent, long, ordinary]
         assert all(done.yielded_s > 0 for done in it.done(long))
-        assert all(done.yielded_s == 0 for done in it.done(ordinary) + it.done(urgent))
 
 
-async def test_an_urgent_job_of_one_member_holds_up_only_its_group(tiny_llama: Path) -> None:
+async def test_an_urgent_step_of_one_member_holds_up_only_its_group(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 3) as it:
         long = await it.add(80, [2, 0, 1])
         urgent = await it.add(5, [1], urgent=True)
         outside = await it.add(5, [1], urgent=True)
-        await it.send([long, urgent, outside], [0, 2])
-        await it.send([long, urgent, outside], [1])
+        await it.send([long, urgent, outside], [0, 1, 2])
+        await it.prepared()
+        steps.go_on.set()
         await it.finish(tiny_llama)
         assert it.drawn_order() == [urgent, outside, long]
 
 
-async def test_an_urgent_job_that_needs_others_waits_its_turn(tiny_llama: Path) -> None:
-    """Its group is not inside the long one's, whose leader therefore may not let it run."""
+async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 3) as it:
         long = await it.add(80, [0, 1])
         urgent = await it.add(5, [1, 2], urgent=True)
-        await it.send([long, urgent], [0, 2])
-        await it.send([long, urgent], [1])
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [long, urgent]
-        assert all(done.yielded_s == 0 for done in it.done(long))
-
-
-async def test_an_urgent_job_does_not_yield_to_another(tiny_llama: Path) -> None:
-    async with line(tiny_llama, 2) as it:
-        first = await it.add(30, [0, 1], urgent=True)
-        second = await it.add(5, [0, 1], urgent=True)
-        await it.send([first, second], [0])
-        await it.send([first, second], [1])
-        await it.finish(tiny_llama)
-        assert it.drawn_order() == [first, second]
-
-
-async def test_a_member_waits_for_an_urgent_job_that_its_leader_has_already(
-    tiny_llama: Path,
-) -> None:
-    async with line(tiny_llama, 2) as it:
-        long = await it.add(80, [0, 1])
-        urgent = await it.add(5, [0, 1], urgent=True)
-        await it.send([long, urgent], [0])
-        await it.send([long], [1])  # told to run a job that it does not have
-        assert not it.drawn_order()
-        await it.send([urgent], [1])
+        await it.send([long, urgent], [0, 1, 2])
+        await it.prepared()
+        steps.go_on.set()
         await it.finish(tiny_llama)
         assert it.drawn_order() == [urgent, long]
 
 
-async def test_more_urgent_jobs_than_fit_into_one_order(tiny_llama: Path) -> None:
-    """The leader names six at a time; the others follow at the next layer."""
+async def test_an_urgent_step_does_not_yield_to_another(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 2) as it:
-        long = await it.add(80, [0, 1])
-        short = [await it.add(3, [0, 1], urgent=True) for _ in range(9)]
-        await it.send([long, *short], [0])
-        await it.send([long, *short], [1])
+        first = await it.add(30, [0, 1], urgent=True)
+        second = await it.add(5, [0, 1], urgent=True)
+        await it.send([first, second], [0, 1])
+        await it.prepared()
+        steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order().index(long) >= 6
+        assert it.drawn_order() == [first, second]
 
 
-async def test_leaders_of_two_long_jobs_name_one_urgent_job(tiny_llama: Path) -> None:
-    """Two members run it inside the first; the second's leader, who was not there, still has it."""
+async def test_an_urgent_step_runs_inside_two_long_ones(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of its members are in the first, the third in the second."""
+    steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 4) as it:
-        first = await it.add(60, [0, 1, 2])
-        second = await it.add(60, [3, 1, 2])
-        urgent = await it.add(4, [1, 2], urgent=True)
-        everything = [first, second, urgent]
-        await it.send(everything, [0, 2, 3])
-        await it.send(everything, [1])
+        first, second = await it.add(60, [0, 1, 2]), await it.add(60, [3])
+        urgent = await it.add(4, [1, 2, 3], urgent=True)
+        await it.send([first, second, urgent], [0, 1, 2, 3])
+        await it.prepared()
+        steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [urgent, first, second]
+        assert it.drawn_order()[0] == urgent
 
 
-async def test_jobs_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
+async def test_steps_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
     groups = [[0, 1], [1, 2], [2, 0], [1], [0, 1, 2], [2, 1], [0]]
     async with line(tiny_llama, 3) as it:
         numbers = [

@@ -274,7 +274,7 @@ class Ranks:
     def _change(self, rank: Rank, change: Change) -> None:
         rows = rank.rows.setdefault(change.stream, {})
         for sequence in change.left:
-            del rows[sequence]
+            rows.pop(sequence, None)
         for sequence, _ in change.joined:
             assert sequence not in rows
             rows[sequence] = 0

@@ -328,7 +328,7 @@ def test_rows_join_and_leave_before_the_next_lease() -> None:
     desk.cancel(6)
     assert desk.ops() == []
     desk.iterated(0, first.seq, 0, NS, (0,))
-    assert desk.ops() == [Change(0, 2, ((5, 77),), (0,)), Iterate(0, 2, 8)]
+    assert desk.ops() == [Change(0, 2, ((5, 77),), (6, 0)), Iterate(0, 2, 8)]
 
 
 def test_the_last_row_leaves_without_a_lease() -> None:
@@ -340,16 +340,22 @@ def test_the_last_row_leaves_without_a_lease() -> None:
     assert desk.ops() == []
 
 
-def test_a_row_that_joins_again_is_not_finished_by_its_former_leases() -> None:
+def test_what_was_given_up_before_it_joined_does_not_join() -> None:
+    """Ranks hold slots for it, and give them back when the log says so."""
     desk = Desk(1)
-    desk.rows(0, 0)
-    _, first, second = desk.entries()
-    desk.cancel(0)
-    desk.join(0, 0, 9, OWNER)
-    desk.iterated(0, first.seq, 0, NS)
-    assert desk.ops()[0] == Change(0, 2, ((0, 9),), (0,))
-    desk.iterated(0, second.seq, 0, NS, (0,))
-    assert isinstance(desk.ops()[-1], Iterate)
+    desk.open_stream(0, (0,))
+    desk.cancel(5)
+    desk.join(0, 5, 9, OWNER)
+    assert desk.ops() == [Change(0, 1, (), (5,))]
+    assert desk.ops() == []
+
+
+def test_a_row_that_rides_brings_its_budget() -> None:
+    desk = Desk(1)
+    desk.open_stream(0, (0,))
+    desk.join(0, 5, None, OWNER, 512)
+    desk.join(0, 6, 9, OWNER)
+    assert desk.ops()[0] == Change(0, 1, ((5, None), (6, 9)), (), 512)
 
 
 # 7. Cancel

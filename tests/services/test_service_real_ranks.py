@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gang_cell import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually, thread_gang
-from held_orders import HeldOrders
+from held_steps import HeldSteps
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.shapes import AttentionShape
@@ -200,12 +200,12 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
         requests = [cell.submit(**it) for it in wanted[:4]]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]
         await eventually(lambda: sum(running.timings.tokens > 3 for running in requests) >= 2)
-        orders = HeldOrders(monkeypatch)
+        steps = HeldSteps(monkeypatch)
         requests += [cell.submit(**it) for it in wanted[4:]]
         answers += [asyncio.ensure_future(answer(running)) for running in requests[4:]]
-        await orders.decided()
+        await steps.begun()
         cell.gangs[killed].process(1).kill()
-        orders.go_on.set()
+        steps.go_on.set()
         await cell.start_gang(killed)
         cell.publish()
         assert await asyncio.gather(*answers) == undisturbed

@@ -95,16 +95,17 @@ async def test_jobs_of_several_plans_follow_each_other(tiny_llama: Path) -> None
 
 
 class Doors:
-    """Before the second and before the third micro-partition of a layer's own rows."""
+    """Before the second and before the seventh micro-partition of a layer's own rows: a step is let
+    run two quanta ahead, so that there are some parts between."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.second, self.third = threading.Event(), threading.Event()
+        self.second, self.seventh = threading.Event(), threading.Event()
         self.ranks_waiting = threading.Semaphore(0)
         attend_next = OwnRows.attend_next
 
         def held(own: OwnRows) -> None:
-            if own.done:
-                door = self.second if own.done == 1 else self.third
+            if own.done in (1, 6):
+                door = self.second if own.done == 1 else self.seventh
                 self.ranks_waiting.release()
                 assert door.wait(ANSWER_S), "the door stayed closed"
             attend_next(own)
@@ -121,8 +122,8 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
         Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, [0]))
         for rid, length in enumerate(lengths)
     )
-    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
-        await prefill(cell, [long], plan(2, levels=2, drop_ratio=0.0, micro=3))
+    async with thread_cell(tiny_llama, prefill=2, decode=1, quantum_ms=0.0) as cell:
+        await prefill(cell, [long], plan(2, levels=2, drop_ratio=0.0, micro=8))
         for _ in (0, 1):
             assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         for rank, request in enumerate(urgent):
@@ -131,7 +132,7 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
         await cell.prefill.stats()  # all have arrived
         doors.second.set()
         await cell.until(lambda: all(cell.draws(request.rid) for request in urgent))
-        doors.third.set()
+        doors.seventh.set()
         answers = await cell.answer(long, *urgent)
         assert answers == [
             greedy_tokens(tiny_llama, it.prompt.tolist(), 6) for it in (long, *urgent)

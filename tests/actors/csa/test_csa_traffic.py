@@ -16,7 +16,7 @@ from rank_world import RankWorld
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import GeneratedResponse, Mesh, Tag
+from csps.actors.mesh import BegunExchange, Mesh, Tag
 from csps.actors.timeline import TRANSFERS, Timeline, chrome_trace
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
 
@@ -142,7 +142,7 @@ def first_messages(
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: Tag,
-    ) -> GeneratedResponse:
+    ) -> BegunExchange:
         if tag is Tag.FIRST_EXCHANGE:
             messages = Counter(peer for peer, tensor in sends if tensor.numel())
             exchanges[mesh.rank].append(messages)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 
-from csps.actors.request_book import RequestBook
+from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
 AWAY = (KvShare(instance=0, span=Span(start=0, stop=1)),)
@@ -23,15 +23,13 @@ def job(job_id: int, *rids: int, last: bool = True, sent: bool = True) -> Prefil
 
 
 def test_what_is_sent_whole_goes_with_its_job() -> None:
-    book, it = RequestBook(), job(1, 7, 8)
+    book, it = KvLifetime(), job(1, 7, 8)
     book.enter(it)
-    assert book.open_jobs == {1}
     assert book.settle(it, cancelled=False) == [7, 8]
-    assert not book.open_jobs
 
 
 def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
-    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7)
+    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
     book.enter(first)
     book.enter(second)
     assert book.settle(first, cancelled=False) == []
@@ -39,18 +37,16 @@ def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
 
 
 def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() -> None:
-    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7, 8)
+    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7, 8)
     book.enter(first)
     book.enter(second)
     assert not book.cancel(7)
-    assert book.withdrawn(first) == {7}
-    assert book.withdrawn(second) == {7}  # request 8 is wanted
     assert book.settle(first, cancelled=True) == []
     assert book.settle(second, cancelled=False) == [7, 8]
 
 
 def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
-    book, first = RequestBook(), job(1, 7, last=False)
+    book, first = KvLifetime(), job(1, 7, last=False)
     book.enter(first)
     book.settle(first, cancelled=False)
     assert book.cancel(7)
@@ -59,25 +55,23 @@ def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
 
 def test_a_request_that_was_never_here_is_nobodys() -> None:
     """Its KV may be the decode loop's, on a rank that does both."""
-    assert not RequestBook().cancel(7)
+    assert not KvLifetime().cancel(7)
 
 
 def test_a_job_that_its_group_gave_up_before_this_rank_was_told() -> None:
-    book, first, second = RequestBook(), job(1, 7, last=False), job(2, 7)
+    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
     book.enter(first)
     book.enter(second)
     assert book.settle(first, cancelled=True) == []
-    assert book.withdrawn(second) == {7}
-    assert book.settle(second, cancelled=True) == [7]
+    assert book.settle(second, cancelled=False) == [7], "it was given up before"
 
 
 def test_cancelling_everything_frees_what_no_job_needs() -> None:
-    book, kept, waiting = RequestBook(), job(1, 7, sent=False), job(2, 8)
+    book, kept, waiting = KvLifetime(), job(1, 7, sent=False), job(2, 8)
     book.enter(kept)
     book.settle(kept, cancelled=False)
     book.enter(waiting)
     assert book.cancel_all() == {7}
-    assert book.withdrawn(waiting) == {8}
     assert book.settle(waiting, cancelled=True) == [8]
 
 
@@ -86,9 +80,10 @@ class Lifetimes(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = RequestBook()
+        self.book = KvLifetime()
         self.line: list[PrefillJob] = []
         self.held: set[int] = set()
+        self.unwanted: set[int] = set()
         self.ids = iter(range(1, 10_000))
 
     @rule(rids=st.sets(st.integers(0, 3), min_size=1), last=st.booleans(), sent=st.booleans())
@@ -102,30 +97,38 @@ class Lifetimes(RuleBasedStateMachine):
     def settle(self, cancelled: bool) -> None:
         if self.line:
             it = self.line.pop(0)
-            self.let_go(self.book.settle(it, cancelled=cancelled or self.unwanted(it)))
+            rids = {piece.rid for piece in it.pieces}
+            cancelled = cancelled or rids <= self.unwanted
+            if cancelled:
+                self.unwanted |= rids
+            self.let_go(self.book.settle(it, cancelled=cancelled))
 
     @rule(rid=st.integers(0, 3))
     def cancel(self, rid: int) -> None:
         if self.book.cancel(rid):
             self.let_go([rid])
+        elif rid in self.in_line:
+            self.unwanted.add(rid)
 
     @rule()
     def cancel_all(self) -> None:
         self.let_go(list(self.book.cancel_all()))
-        assert all(self.unwanted(it) for it in self.line)
+        self.unwanted |= self.in_line
 
-    def unwanted(self, it: PrefillJob) -> bool:
-        return self.book.withdrawn(it) == {piece.rid for piece in it.pieces}
+    @property
+    def in_line(self) -> set[int]:
+        return {piece.rid for it in self.line for piece in it.pieces}
 
     def let_go(self, rids: list[int]) -> None:
         assert len(rids) == len(set(rids))
         assert set(rids) <= self.held
         self.held -= set(rids)
-        assert not set(rids) & {piece.rid for it in self.line for piece in it.pieces}
+        self.unwanted -= set(rids)
+        assert not set(rids) & self.in_line
 
     @invariant()
-    def open_jobs_are_those_in_line(self) -> None:
-        assert self.book.open_jobs == {it.job_id for it in self.line}
+    def what_nobody_wants_is_held_for_its_steps_only(self) -> None:
+        assert self.unwanted <= self.in_line
 
     def teardown(self) -> None:
         while self.line:

@@ -1,0 +1,141 @@
+"""A rank's end of its gang's log: what to do next, and what was done.
+
+Rank 0 hosts the conductor, in a thread of its own: it goes on appending while the rank computes.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Protocol
+
+from csps.protocols.conductor import Conductor
+from csps.protocols.errors import ConnectionLost
+from csps.protocols.log_connection import LogSocket
+from csps.protocols.log_entries import (
+    Entry,
+    Report,
+    pack_entries,
+    pack_reports,
+    unpack_entries,
+    unpack_reports,
+)
+
+
+class LogEnd(Protocol):
+    """What the engine thread of a rank reads and writes. Any thread may report."""
+
+    def next(self) -> Entry:
+        """Wait for the rank's next entry; ConnectionLost when the gang is gone."""
+        ...
+
+    def report(self, report: Report) -> None:
+        """Tell the conductor."""
+        ...
+
+    def close(self) -> None:
+        """Wake whoever waits for an entry, and never give one again. Idempotent."""
+        ...
+
+
+class MemberEnd:
+    """Of every rank but the first."""
+
+    def __init__(self, connection: LogSocket) -> None:
+        self._connection = connection
+        self._entries: deque[Entry] = deque()
+
+    def next(self) -> Entry:
+        while not self._entries:
+            self._entries.extend(unpack_entries(self._connection.receive()))
+        return self._entries.popleft()
+
+    def report(self, report: Report) -> None:
+        self._connection.send(pack_reports([report]))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class ConductorEnd:
+    """Of rank 0. `run` is the conductor's thread; `tell` is how anybody reaches the conductor."""
+
+    def __init__(self, conductor: Conductor, members: Mapping[int, LogSocket]) -> None:
+        """
+        Args:
+            members: connections to all other ranks.
+        """
+        self._conductor = conductor
+        self._members = members
+        self._own: SimpleQueue[Entry | None] = SimpleQueue()
+        self._events: deque[Callable[[Conductor], None]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._awake = threading.Lock()
+        self._wake_sent = False
+        self._closed = False
+
+    def next(self) -> Entry:
+        entry = self._own.get()
+        if entry is None:
+            self._own.put(None)
+            raise ConnectionLost("the gang's log was closed")
+        return entry
+
+    def report(self, report: Report) -> None:
+        self.tell(lambda conductor: conductor.report(report))
+
+    def tell(self, event: Callable[[Conductor], None]) -> None:
+        """Have the conductor handle an event, in the order told; from any thread."""
+        self._events.append(event)
+        with self._awake:
+            if not (self._wake_sent or self._closed):
+                self._wake_sent = True
+                self._waker.send(b"\0")
+
+    def run(self) -> None:
+        """Conduct until closed, or until a member is gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            for connection in self._members.values():
+                selector.register(connection, selectors.EVENT_READ, connection)
+            while not self._closed:
+                for key, _ in selector.select():
+                    self._read(key.data)
+                self._conduct()
+
+    def _read(self, connection: LogSocket | None) -> None:
+        if connection is None:
+            with self._awake:
+                self._woken.recv(16)
+                self._wake_sent = False
+            return
+        for frame in connection.arrived():
+            for report in unpack_reports(frame):
+                self._conductor.report(report)
+
+    def _conduct(self) -> None:
+        while self._events:
+            self._events.popleft()(self._conductor)
+        frames: dict[int, list[Entry]] = {}
+        for entry, ranks in self._conductor.take():
+            for rank in ranks:
+                if rank == 0:
+                    self._own.put(entry)
+                else:
+                    frames.setdefault(rank, []).append(entry)
+        for rank, entries in frames.items():
+            self._members[rank].send(pack_entries(entries))
+
+    def close(self) -> None:
+        with self._awake:
+            if self._closed:
+                return
+            self._closed = True
+            self._waker.send(b"\0")
+        self._own.put(None)
+        for connection in self._members.values():
+            connection.close()

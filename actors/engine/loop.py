@@ -1,0 +1,304 @@
+"""The engine loop of a rank: it does what the gang's log says, entry by entry.
+
+Prefill and decode are not two loops: a step of a prompt and an iteration of the stream are entries
+of one log, which rank 0's conductor interleaves. A step that has come as far as it was told to
+stands still inside `_next_turn`, which does what else the log says; urgent steps and iterations run
+there, above its stack, so that a rank holds at most a long step, an urgent one and an iteration.
+
+`run` is the engine thread's body. Everything else is called from other threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from enum import IntEnum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from csps.actors.announce import Notify, request_failed
+from csps.actors.engine.engine import Engine
+from csps.actors.engine.first_tokens import draw_first_tokens
+from csps.actors.engine.kv_lifetime import KvLifetime
+from csps.actors.engine.log_end import LogEnd
+from csps.actors.engine.step_desk import StepDesk
+from csps.actors.engine.step_run import StepRun
+from csps.actors.engine.stream import Stream
+from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.layout import LocalPiece
+from csps.actors.progress_report import ProgressReport
+from csps.protocols.errors import ConfigError, CspsError, TransferError
+from csps.protocols.log_entries import (
+    Abort,
+    Change,
+    EndOwner,
+    Entry,
+    Iterate,
+    Iterated,
+    Prepared,
+    Ran,
+    Run,
+    Shutdown,
+)
+from csps.protocols.messages import PrefillDone, PrefillJob, Tokens
+
+_log = logging.getLogger(__name__)
+
+
+class Lane(IntEnum):
+    """Of exchanges (`Mesh.lane`), by what interrupts what: alike at all members, also where
+    nothing is interrupted."""
+
+    LONG = 0
+    URGENT = 1
+    STREAM = 2
+
+
+class _Ended(Exception):
+    """The log has ended."""
+
+
+class EngineLoop:
+    """One rank's work."""
+
+    def __init__(self, engine: Engine, notify: Notify, log: LogEnd) -> None:
+        self._engine = engine
+        self._notify = notify
+        self._log = log
+        self.stream = Stream(engine, notify, self._freed)
+        self._desk = StepDesk(self._acknowledge)
+        self._kv = KvLifetime()
+        self._running: list[StepRun] = []
+        """Begun and not over, each above the one before."""
+        self._sender: KvSender | None = None
+        self._progress = ProgressReport(notify, rank=engine.rank)
+        self._leaving: set[StepRun] = set()
+        """Computed, but not all of their KV has landed where it is decoded."""
+
+    # --- called from the RPC thread --------------------------------------------------------
+
+    def submit(self, job: PrefillJob, owner: int) -> None:
+        """Put a step in line, if this rank is a member of its group.
+
+        Args:
+            owner: the router's attachment, at whose end nobody wants it any more.
+        """
+        if self._engine.instance not in job.group:
+            return
+        run = StepRun(self._engine, job, next_turn=self._next_turn, progress=self._progress.step)
+        self._kv.enter(job)
+        if not self._desk.add(run, owner):
+            self._give_up(run)
+
+    def refuse(self, job: PrefillJob, error: ConfigError) -> None:
+        """Tell the router that a step does not get in line; its group has nothing to do with it."""
+        if self._engine.instance not in job.group:
+            return
+        for piece in job.pieces:
+            self._fail(piece.rid, error)
+        self._report_done(job, None)
+
+    def cancel(self, rid: int) -> None:
+        """Nobody wants a sequence: what lies here between two of its steps can go now, the rest
+        goes when the log says so. Harmless for an unknown one."""
+        if self._sender is not None:
+            self._sender.withdraw(rid)
+        if self._kv.cancel(rid):
+            self._free([rid])
+
+    def cancel_all(self) -> None:
+        """Nobody wants anything: the router that asked for it is gone."""
+        self._free(self._kv.cancel_all())
+
+    def use_sender(self, sender: KvSender | None) -> None:
+        """Send KV through it from the next step on."""
+        self._sender = sender
+
+    @property
+    def waiting(self) -> int:
+        """Steps that have not begun."""
+        return len(self._desk)
+
+    @property
+    def open_steps(self) -> int:
+        """Steps that have arrived and are not over: some KV may still have to leave."""
+        return len(self._desk) + len(self._leaving)
+
+    # --- the engine thread -----------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until the log ends. An exception means that the gang is broken."""
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._execute(self._log.next())
+        except _Ended:
+            return
+
+    def _execute(self, entry: Entry) -> None:
+        match entry.op:
+            case Run() as turn:
+                self._run(entry.seq, turn)
+            case Iterate() as lease:
+                self._iterate(entry.seq, lease)
+            case Change() as change:
+                self.stream.change(change)
+            case Abort(step):
+                self._abort(step)
+            case EndOwner(owner):
+                self._end_owner(owner)
+            case Shutdown():
+                raise _Ended
+
+    # --- steps -----------------------------------------------------------------------------
+
+    def _run(self, seq: int, turn: Run) -> None:
+        """Begin a step, and return when it is over: it has all its other turns from inside."""
+        run = self._desk.take(turn.step)
+        run.goes_on(seq, turn)
+        delivery = Delivery(self._engine.pool, partial(self._sent, run), self._progress.step)
+        self._leaving.add(run)
+        self._running.append(run)
+        try:
+            with self._engine.mesh.lane(Lane.URGENT if run.job.urgent else Lane.LONG):
+                run.compute(partial(self._send, self._sender, delivery), self._draw_first)
+        finally:
+            self._running.pop()
+        self._freed()  # what was moved away
+        if not run.cancelled:
+            self._report_turn(run, done=True)
+        delivery.finish()
+
+    def _next_turn(self, run: StepRun) -> tuple[int, Run] | None:
+        """A step has come as far as it was told to: do what else the log says until it says
+        something about this step. None if it is to be stopped."""
+        self._report_turn(run, done=False)
+        while not run.cancelled:
+            entry = self._log.next()
+            if isinstance(entry.op, Run) and entry.op.step == run.number:
+                assert self._running[-1] is run, "a step goes on below another one"
+                return entry.seq, entry.op
+            self._execute(entry)
+        return None
+
+    def _report_turn(self, run: StepRun, *, done: bool) -> None:
+        if run.leads:
+            self._log.report(
+                Ran(
+                    rank=self._engine.rank,
+                    seq=run.turn_seq,
+                    step=run.number,
+                    part=run.reached,
+                    nanoseconds=run.turn_ns,
+                    done=done,
+                )
+            )
+
+    def _abort(self, step: int) -> None:
+        """Those that have begun stop when they are on top again, before anything else is done for
+        them; what was under way at this part all members have posted."""
+        for run in self._running:
+            if run.number == step:
+                run.cancelled = True
+                return
+        if (dropped := self._desk.drop(step)) is not None:
+            self._give_up(dropped)
+
+    def _end_owner(self, owner: int) -> None:
+        for dropped in self._desk.end_owner(owner):
+            self._give_up(dropped)
+        self.stream.end_owner(owner)
+
+    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor) -> None:
+        drawn = draw_first_tokens(self._engine, run.group, x_td, q_thd, self._fail)
+        if drawn:
+            self._notify("tokens", Tokens.of(drawn))
+
+    # --- the stream ------------------------------------------------------------------------
+
+    def _iterate(self, seq: int, lease: Iterate) -> None:
+        begin = time.monotonic_ns()
+        finished: list[int] = []
+        with self._engine.mesh.lane(Lane.STREAM):
+            for _ in range(lease.n):
+                finished += self.stream.iterate()
+        if self._engine.tp_rank == 0 and (finished or self._engine.instance == 0):
+            taken_ns = time.monotonic_ns() - begin
+            rank = self._engine.rank
+            self._log.report(Iterated(rank, seq, lease.stream, taken_ns, tuple(finished)))
+
+    # --- after computing -------------------------------------------------------------------
+
+    def _send(
+        self,
+        sender: KvSender | None,
+        delivery: Delivery,
+        layer: int,
+        part: LocalPiece,
+        kept_ht: Tensor | None,
+    ) -> None:
+        """A lost decode gang fails the step's sequences, not this gang."""
+        if sender is None:
+            delivery.fail(TransferError("no decode gang is connected"))
+        elif not delivery.failed:
+            sender.post(delivery, layer, part, kept_ht)
+
+    def _sent(self, run: StepRun, failure: Exception | None) -> None:
+        """Any thread: all that a step had to send has landed, or never will."""
+        if failure is not None:
+            self._report_lost(run.job, failure)
+        self._leaving.discard(run)
+        self._free(self._kv.settle(run.job, cancelled=run.cancelled))
+        self._report_done(run.job, run)
+
+    def _give_up(self, run: StepRun) -> None:
+        """A step that never began."""
+        run.give_back()
+        self._free(self._kv.settle(run.job, cancelled=True))
+        self._report_done(run.job, None)
+
+    def _free(self, rids: Iterable[int]) -> None:
+        for rid in rids:
+            self._engine.pool.free_request(rid)
+        self._freed()
+
+    def _freed(self) -> None:
+        """Slots came back."""
+        self._desk.slots_came_back()
+
+    def _acknowledge(self, step: int) -> None:
+        self._log.report(Prepared(self._engine.rank, step))
+
+    def _report_lost(self, job: PrefillJob, exc: Exception) -> None:
+        _log.warning("KV of step %d was not sent: %s", job.job_id, exc)
+        for piece in job.pieces:
+            message = "the decode gang was lost while KV was being sent"
+            self._fail(piece.rid, TransferError(message))
+
+    def _fail(self, rid: int, error: CspsError) -> None:
+        self._notify("failed", request_failed(rid, self._engine.rank, error))
+
+    def _report_done(self, job: PrefillJob, run: StepRun | None) -> None:
+        """
+        Args:
+            run: what the step has cost; None if it never began.
+        """
+        clock = run.clock if run is not None else None
+        self._notify(
+            "prefill_done",
+            PrefillDone(
+                job_id=job.job_id,
+                rank=self._engine.rank,
+                cancelled=run is None or run.cancelled,
+                queue_s=clock.queue_s if clock else 0.0,
+                compute_s=clock.compute_s if clock else 0.0,
+                communication_s=clock.communication_s if clock else 0.0,
+                exchange_s=clock.exchange_s if clock else 0.0,
+                transfer_s=time.monotonic() - clock.finished if clock else 0.0,
+                yielded_s=clock.yielded_s if clock else 0.0,
+            ),
+        )

@@ -1,0 +1,86 @@
+"""The rows of a stream: sequences, and how far each of them is.
+
+A row that decodes computes one token an iteration, one that rides a piece of its prompt (`fill`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csps.actors.held_rows import RequestSlots
+from csps.actors.kv_transfer.reservation import Reservation
+from csps.actors.sampler_request import drawn_before
+from csps.actors.sampling import TokenSampler
+from csps.protocols.iteration import RowState
+from csps.protocols.messages import KvShare, Reserve, Span
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence in the stream. All ranks count alike where it is; what it holds differs."""
+
+    reservation: Reservation
+    index: int
+    """Number of the answer's token that is drawn next."""
+    next: int
+    """First position that is not computed."""
+    token: int
+    """At `next`, once the row decodes."""
+    sampler: TokenSampler | None
+    """At its master."""
+    slots: RequestSlots | None = None
+    """Of its KV as far as it lies here, once the row decodes."""
+    over: bool = False
+    """Its last token was drawn. It stays, unheard, until the log lets it leave everywhere."""
+
+    @property
+    def request(self) -> Reserve:
+        """What was reserved for it."""
+        return self.reservation.request
+
+    @property
+    def rid(self) -> int:
+        """The sequence."""
+        return self.request.rid
+
+    @property
+    def prompt(self) -> int:
+        """Positions that are given, those that an earlier attempt has drawn included."""
+        return self.request.prompt_length
+
+    @property
+    def state(self) -> RowState:
+        """How far it is."""
+        return RowState(self.next, self.prompt, last_position(self.request))
+
+    @property
+    def decodes(self) -> bool:
+        """Its prompt is computed."""
+        return self.next >= self.prompt
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Of the prompt, at the master of a row that rides."""
+        return np.frombuffer(self.request.prompt, dtype="<i4")
+
+    def shares_before(self, position: int) -> list[KvShare]:
+        """Where the KV of the prompt's positions before this one lies."""
+        return _within(self.request, Span(start=0, stop=position))
+
+    def shares_of(self, span: Span) -> list[KvShare]:
+        """Where the KV of a piece of the prompt is to lie."""
+        return _within(self.request, span)
+
+
+def last_position(request: Reserve) -> int:
+    """Behind the last position that is computed: the answer's last token is never embedded."""
+    to_come = request.sampling.max_tokens - drawn_before(request.drawn)
+    return request.prompt_length + max(0, to_come - 1)
+
+
+def _within(request: Reserve, span: Span) -> list[KvShare]:
+    cuts = [KvShare(instance=it.instance, span=span.intersection(it.span)) for it in request.shares]
+    return [cut for cut in cuts if cut.span.length]

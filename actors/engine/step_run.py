@@ -1,0 +1,238 @@
+"""One step on one rank: a batch of prompt chunks, layer by layer, from part to part.
+
+A layer: QKV of own rows -> KV into the pool and on its way to where it is decoded -> attention over
+the group -> output projection and MLP. In the last layer only the rows from which a token is drawn
+need attention (`first_tokens`).
+
+Between two parts the step stands still for as long as the log says so: the rank does what else it
+says, with the step's activations where they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csps.actors.engine.choice import strategy_of
+from csps.actors.engine.engine import Engine
+from csps.actors.job_clock import JobClock
+from csps.actors.kv_moves import KvMover
+from csps.actors.layout import GangLayout, LocalPiece
+from csps.actors.strategies import parts
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
+from csps.actors.strategies.strategy import Strategy
+from csps.actors.timeline_export import CANCELLED, traced_job
+from csps.models.network import Layer
+from csps.protocols.log_entries import Run
+from csps.protocols.messages import PrefillJob
+
+NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
+"""Does what else the log says until it says something about this step, and returns that with its
+number in the log; None if the step is to stop."""
+
+SendKv = Callable[[int, LocalPiece, Tensor | None], None]
+"""(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
+all): send it to where the piece is to go."""
+
+
+class _Aborted(Exception):
+    """Nobody wants any of the step's sequences any more."""
+
+
+class StepRun:
+    """A step from its arrival to its last part."""
+
+    def __init__(
+        self, engine: Engine, job: PrefillJob, *, next_turn: NextTurn, progress: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            next_turn: called by the engine thread when the step has come as far as it was told to.
+            progress: called whenever the step has got on.
+        """
+        self.job = job
+        self.clock = JobClock()
+        self.cancelled = False
+        self._engine = engine
+        self._next_turn = next_turn
+        self._progress = progress
+        self.parts = parts_of(engine, job)
+        member = job.group.index(engine.instance)
+        self._points = Points(self.parts, self._part)
+        self.group = SpGroup(engine.mesh, engine.layout, job, member, self.clock, self._points)
+        self._mover = KvMover(self.group, engine.pool)
+        own = [(part.piece.rid, part.span) for part in self.group.local]
+        self._takes = [*own, *self._mover.incoming]
+        self.leads = engine.rank == min(ranks_of(engine.layout, job))
+        """This rank reports for all members."""
+        self.turn_seq = 0
+        """Number of the present turn in the log."""
+        self.reached = 0
+        """The last part that it came to."""
+        self._until = 0
+        self._turn_began_ns = 0
+        self._to_withdraw: set[int] = set()
+        self._has_slots = False
+
+    @property
+    def number(self) -> int:
+        """By which the log names it."""
+        return self.job.job_id
+
+    # --- slots ---------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `allocate` would succeed now. What an earlier step of a sequence is about to move
+        away may be what this one moves back."""
+        pool = self._engine.pool
+        needed = sum(span.length for _, span in self._takes)
+        return needed <= pool.free and not any(pool.runs(*it) for it in self._takes)
+
+    def allocate(self) -> None:
+        """Take the slots of what this member computes and of what is moved to it."""
+        for rid, span in self._takes:
+            self._engine.pool.allocate(rid, [span])
+        self._has_slots = True
+
+    def give_back(self) -> None:
+        """Free what `allocate` took, of a step that never begins."""
+        if self._has_slots:
+            for rid, span in self._takes:
+                self._engine.pool.free_span(rid, span)
+
+    # --- the engine thread ---------------------------------------------------------------------
+
+    def goes_on(self, seq: int, turn: Run) -> None:
+        """Compute up to a part from now on."""
+        self.turn_seq, self._until = seq, turn.until
+        self._to_withdraw.update(turn.withdrawn)
+        self._turn_began_ns = time.monotonic_ns()
+
+    @property
+    def turn_ns(self) -> int:
+        """Since the present turn began."""
+        return time.monotonic_ns() - self._turn_began_ns
+
+    def compute(self, send: SendKv, draw: Callable[[StepRun, Tensor, Tensor], None]) -> None:
+        """All layers; returns when the log has let the step come to its end, or stopped it.
+
+        Args:
+            send: takes what is decoded elsewhere.
+            draw: takes the residual stream and the queries of the last layer.
+        """
+        self.clock.started = time.monotonic()
+        strategy = strategy_of(self.group, self._engine)
+        with traced_job(self.job, self.clock, self._engine.mesh) as span, strategy as entered:
+            # Inside of both: a step that is stopped is no failure, and what it cost is told as
+            # well. Its members stop at the same layer, so that exchanges under way end.
+            try:
+                self._layers(entered, send, draw)
+            except _Aborted:
+                self.cancelled = True
+                span.set_attribute(CANCELLED, True)
+        self._mover.finish()
+        self._mover.release_sources()
+        self.clock.finished = time.monotonic()
+
+    def _layers(
+        self,
+        strategy: Strategy,
+        send: SendKv,
+        draw: Callable[[StepRun, Tensor, Tensor], None],
+    ) -> None:
+        network, device = self._engine.network, self._engine.device
+        ids = torch.from_numpy(np.frombuffer(self.job.tokens, dtype="<i4").astype(np.int64))
+        assert len(ids) == len(self.group.positions), "the step's tokens are not this rank's share"
+        rotary = network.rotary(self.group.positions.to(device))
+        x_td = network.embed(ids.to(device))
+        keep = partial(self._keep, send)
+        for index, layer in enumerate(network.layers):
+            self._begin_layer(index)
+            if index + 1 < len(network.layers):
+                x_td = strategy.attend_layer(index, layer, x_td, rotary, keep)
+                x_td = self._mlp(index, layer, x_td)
+            else:
+                with self.clock.timeline.phase("qkv", layer=index):
+                    q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+                keep(index, k_thd, v_thd)
+                with self.clock.timeline.phase("last rows", layer=index):
+                    draw(self, x_td, q_thd)
+        self._end()
+
+    def _begin_layer(self, index: int) -> None:
+        """Where members agree on who is still wanted: from the same layer on."""
+        self._points.begin_layer(index)
+        self.group.withdrawn.update(self._to_withdraw)
+
+    def _part(self, number: int) -> None:
+        """A point that all members pass with the same exchanges behind them."""
+        self._progress()
+        self.reached = number
+        if number >= self._until:
+            self._points.settle()
+        while number >= self._until:
+            self._stand_still()
+
+    def _end(self) -> None:
+        """A member without blocks in the last parts comes to the end earlier than others: there it
+        waits until the log has let all of them come."""
+        self.reached = self.parts.total
+        while self._until < self.parts.total:
+            self._stand_still()
+
+    def _stand_still(self) -> None:
+        with self.clock.yielding():
+            turn = self._next_turn(self)
+        if turn is None:
+            raise _Aborted
+        self.goes_on(*turn)
+
+    def _mlp(self, index: int, layer: Layer, x_td: Tensor) -> Tensor:
+        """In place and in blocks of rows, but where an instance's ranks sum their parts, which they
+        have to do at the same time, and on a GPU, to which a layer is handed over as a whole."""
+        timeline = self.clock.timeline
+        if layer.all_reduce is not None or x_td.is_cuda:
+            with timeline.phase("mlp", layer=index):
+                return layer.mlp(x_td)
+        for block_td in torch.split(x_td, parts.MLP_ROWS):
+            with timeline.phase("mlp", layer=index):
+                block_td.copy_(layer.mlp(block_td))
+            self._points.point()
+        return x_td
+
+    def _keep(
+        self,
+        send: SendKv,
+        index: int,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None = None,
+    ) -> None:
+        """Own rows' KV into the pool, to other members that keep it, and to where it is decoded,
+        which may be to have kept tokens only; the gang's own pools are complete, also of sequences
+        that nobody wants any more, so that whatever is read there is a number."""
+        for part in self.group.local:
+            k, v = k_thd[part.rows], v_thd[part.rows]
+            self._engine.pool.write(index, part.piece.rid, part.span, k, v)
+            if part.piece.destinations and self.group.wanted(part.piece):
+                kept = None if kept_ht is None else kept_ht[:, part.rows]
+                send(index, part, kept)
+        self._mover.start(index)
+
+
+def parts_of(engine: Engine, job: PrefillJob) -> StepParts:
+    """Points of a step's exchange program; alike at all ranks, members or not."""
+    on_cuda = engine.device.type == "cuda"
+    return step_parts(job, ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda))
+
+
+def ranks_of(layout: GangLayout, job: PrefillJob) -> list[int]:
+    """All ranks that take part in a step."""
+    return [rank for instance in job.group for rank in layout.ranks_of(instance)]
