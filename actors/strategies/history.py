@@ -14,7 +14,7 @@ Shape suffixes: n query rows, s tokens of history, h query heads, g KV heads, d 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -88,6 +88,7 @@ class History:
         self.begin = begin
         self.own = next(it for it in members if it.rank == group.mesh.rank)
         self._members = tuple(members)
+        self._slots: dict[int, slice | Tensor] = {}
         self.any = any(piece.history for piece in group.job.pieces)
         """Then every layer has a phase for it, even if nobody wants the piece any more."""
         self.asked_of = self._routes((self.own, holder) for holder in members)
@@ -117,11 +118,25 @@ class History:
 
     def keys(self, layer: int, piece: PrefillPiece) -> tuple[Tensor, Tensor]:
         """k and v of this member's history of a piece, (s, g, d)."""
-        spans = self.group.history_of(piece, self.group.member)
-        runs = [run for span in spans for run in self.pool.view(layer, piece.rid, span)]
-        if len(runs) == 1:
-            return runs[0].k_thd, runs[0].v_thd
-        return torch.cat([run.k_thd for run in runs]), torch.cat([run.v_thd for run in runs])
+        assert not self.pool.narrowed(layer, piece.rid), "history has kept tokens only"
+        k_shd, v_shd = self.pool.layer(layer)
+        slots = self._slots_of(piece)
+        if isinstance(slots, slice):
+            return k_shd[slots], v_shd[slots]
+        return k_shd.index_select(0, slots), v_shd.index_select(0, slots)
+
+    def _slots_of(self, piece: PrefillPiece) -> slice | Tensor:
+        """Where a piece's history lies here, alike in all layers: a slice if it is one run, which
+        is read where it lies."""
+        if piece.rid not in self._slots:
+            spans = self.group.history_of(piece, self.group.member)
+            runs = _joined(run for span in spans for run in self.pool.runs(piece.rid, span))
+            slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
+            if len(runs) > 1:
+                numbers = torch.cat([torch.arange(run.start, run.stop) for run in runs])
+                slots = numbers.to(self.pool.k.device)
+            self._slots[piece.rid] = slots
+        return self._slots[piece.rid]
 
     def _routes(
         self, pairs: Iterator[tuple[HistoryMember, HistoryMember]]
@@ -308,6 +323,17 @@ def through(transfers: Transfers) -> Begin:
         return lambda: transfers.wait(transfer)
 
     return begin
+
+
+def _joined(runs: Iterable[range]) -> list[range]:
+    """Ascending, neighbours as one: attention does not care about the order of keys."""
+    joined: list[range] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dense_csa import DenseCsa
+from dense_reference import dense_attention
 from small_blocks import blocks_of
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
@@ -17,6 +18,7 @@ from torch import Tensor
 from csps.actors.strategies.sp_tp import SpTp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.errors import ConfigError
+from csps.protocols.messages import KvShare, Span
 
 LAYERS = 5
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
@@ -46,8 +48,9 @@ def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = Tr
     return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)
 
 
-def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
-    """The long prompt's forward pass; kept sets are chosen by the layer before."""
+def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
+    """The long prompt's forward pass; kept sets are chosen by the layer before. What comes before
+    `start` is history, computed exactly."""
     owners = [next(m for m in range(4) if t < BOUNDS[m + 1]) for t in range(LONG)]
     judged: list[Tensor | None] = [None]
 
@@ -64,17 +67,25 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan) -> Forward:
             sinks=plan.sinks,
             tail=plan.tail,
             drop_queries=False,
+            start=start,
         )
         scale = q_thd.shape[2] ** -0.5
-        out_thd, lse_ht = oracle.attend(q_thd, k_thd, v_thd, oracle.counts(judged[0]), scale)
+        before = k_thd[:start], v_thd[:start]
+        exact_thd, _ = dense_attention(
+            q_thd[:start], *before, q_positions=torch.arange(start), k_positions=torch.arange(start)
+        )
+        q_thd, k_thd, v_thd = q_thd[start:], k_thd[start:], v_thd[start:]
+        weights = oracle.counts(judged[0])
+        _, lse_ht = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
+        out_thd = oracle.attend_with_history(q_thd, k_thd, v_thd, weights, scale, before)
         if plan.importance_window == ALL_QUERIES:
             judged[0] = judged_by_all(q_thd, k_thd, lse_ht)
         else:
             judged[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
-        return out_thd
+        return torch.cat((exact_thd, out_thd))
 
     with torch.inference_mode():
-        return dense_forward(gang.network, gang.prompt(0, LONG), attend)
+        return dense_forward(gang.network, gang.prompt(0, start + LONG), attend)
 
 
 def judged_by_all(q_thd: Tensor, k_thd: Tensor, lse_ht: Tensor) -> Tensor:
@@ -100,6 +111,25 @@ def test_far_keys_are_left_out_as_planned(
     gang: StrategyRanks, levels: int, drop_ratio: float, window: int, pipelined: bool
 ) -> None:
     check(gang, plan_of(levels, drop_ratio, window, pipelined=pipelined))
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("window", [ALL_QUERIES, 16])
+def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipelined: bool) -> None:
+    plan, start = plan_of(3, 0.5, window, pipelined=pipelined), 11
+    shares = [
+        KvShare(instance=2, span=Span(start=0, stop=7)),
+        KvShare(instance=1, span=Span(start=7, stop=start)),
+    ]
+    job = job_of(BOUNDS, [LONG, SHORT], starts=[start, 0], history=[shares, []])
+    forwards = [brute_force(gang, plan, start), gang.forwards(job)[1]]
+    gang.hold_history(job, forwards)
+    try:
+        results = gang.run(job, lambda group, engine: SpTp(group, engine, plan))
+        gang.check(job, results, forwards)
+    finally:
+        for engine in gang.engines:
+            engine.pool.free_request(0)
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
