@@ -173,8 +173,9 @@ def draw_batch(
     """Draws one token for each request: row i of `logits_bv` is token `indices[i]` of sampler i.
 
     A row that nothing can be drawn from gets its error in place of a draw, because the others'
-    tokens are drawn and remembered all the same. The device is waited for as often as once,
-    twice if a row is drawn at random, and once for each number of log-probabilities asked for.
+    tokens are drawn and remembered all the same. The device is waited for once, twice more if rows
+    are drawn at random (one of them to learn whether a top-k has ties), and twice for each number
+    of log-probabilities asked for.
     """
     assert len(samplers) == len(indices) == len(logits_bv)
     if not samplers:

@@ -163,7 +163,9 @@ def _top_p(probs_bc: Tensor, p_b1: Tensor) -> Tensor:
     count_b1 = 1 + (ordered_bc.cumsum(-1)[:, :-1] < p_b1).sum(-1, keepdim=True)
     edge_b1 = ordered_bc.gather(1, count_b1 - 1)
     stay_bc = probs_bc >= edge_b1
-    if not torch.equal(stay_bc.sum(-1, keepdim=True), count_b1):
+    # To ask whether there are any equals would cost more on a device than to look at all.
+    on_cpu = stay_bc.device.type == "cpu"
+    if not on_cpu or not torch.equal(stay_bc.sum(-1, keepdim=True), count_b1):
         equal_bc = probs_bc == edge_b1
         above_b1 = (probs_bc > edge_b1).sum(-1, keepdim=True)
         stay_bc &= ~equal_bc | (equal_bc.cumsum(-1) <= count_b1 - above_b1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from csps.actors.csa.judge import LayerAttention, Tally
@@ -66,7 +67,7 @@ class AllQueriesJudge:
             k_positions=range(part.length),
             scale=self._scale,
         )
-        tally.seen_gt += tally.seen_gt.new_tensor(range(part.length, 0, -1))
+        tally.seen_gt += torch.arange(part.length, 0, -1, device=tally.seen_gt.device)
         return tally
 
     def _observe_level(

@@ -115,7 +115,8 @@ class KeptRows:
         gathered several times faster than by `torch.gather`, element by element."""
         key = part, order.heads.start
         if key not in self._flat:
-            kv_heads = torch.arange(order.heads.start, order.heads.stop).to(order.order_gk.device)
+            heads, device = order.heads, order.order_gk.device
+            kv_heads = torch.arange(heads.start, heads.stop, device=device)
             rows_kg = order.order_gk.T + self.parts[part].rows.start
             self._flat[key] = rows_kg * self.kv_tge.shape[1] + kv_heads
         return self._flat[key]

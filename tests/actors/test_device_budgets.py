@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from device_budget import DEVICE, Device, DeviceBudget, device
 from strategy_ranks import job_of
+from test_launch_logs import STRATEGIES as STRATEGIES_OF_GANGS
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
@@ -19,28 +21,33 @@ from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import Mesh, Pending, Tag
+from csps.actors.mesh import GeneratedResponse, Mesh, Pending, Tag
+from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.ulysses import Ulysses
 from csps.models.loading import load_network
-from csps.protocols.messages import Span
+from csps.protocols.messages import Sampling, Span
 
 __all__ = ["device"]
-LAYERS, PROMPT = 4, 40
+LAYERS, PROMPT, VOCAB = 4, 40, 512
 
 
 class NobodysMesh:
     """Messages go nowhere, and what is received holds anything."""
 
-    rank, world_size, in_order, device = 0, 2, True, DEVICE
-
-    def __init__(self) -> None:
-        self.exchanges = 0
+    rank, in_order, device = 0, True, DEVICE
 
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Pending:
-        self.exchanges += 1
         return Pending([], [])
+
+    def start_exchange(
+        self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag
+    ) -> GeneratedResponse:
+        for _, tensor in (*sends, *recvs):
+            assert tensor.device == DEVICE
+            assert tensor.is_contiguous()
+        return GeneratedResponse(Pending([], []), Pending([], []))
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +182,74 @@ def test_a_layer_of_prefill_waits_for_nothing_and_costs_the_same_at_any_length(
     assert short.kernels.total() <= 35
     # A piece is an attention call of its own, and is written for itself.
     assert several.kernels.total() - short.kernels.total() <= 2 * 12
+
+
+STRATEGIES = {name: make(4) for name, make in STRATEGIES_OF_GANGS.items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_layer_of_no_strategy_waits_for_the_host(
+    device: Device, model: Path, strategy: str
+) -> None:
+    """Any member's; what the first layers look up for all may be copied."""
+    for member in range(4):
+        engine = engine_of(model)
+        cast(NobodysMesh, engine.mesh).rank = member
+        bounds = [0, 9, 14, 30, 48]
+        job = job_of(bounds, [5, 40, 3])
+        layout = GangLayout(world_size=4, tp=1)
+        engine = replace(engine, layout=layout)
+        group = SpGroup(engine.mesh, layout, job, member, JobClock())
+        with torch.inference_mode(), STRATEGIES[strategy](group, engine) as it:
+            rows = bounds[member + 1] - bounds[member]
+            rotary = engine.network.rotary(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+            x_td = torch.empty(rows, engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
+            copies = []
+            for index, layer in enumerate(engine.network.layers[:-1]):
+                with device.counting() as budget:
+                    x_td = layer.mlp(it.attend_layer(index, layer, x_td, rotary, _keep))
+                copies.append(budget.copies)
+        assert not copies[-1]
+        assert budget.kernels.total() <= 250
+
+
+def _keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
+    """Nobody decodes."""
+
+
+def draws(device: Device, patch: pytest.MonkeyPatch, rows: int) -> tuple[DeviceBudget, int]:
+    """What drawing so many tokens in many ways costs, and how often the host waits."""
+    ways = [
+        Sampling(temperature=0, max_tokens=9),
+        Sampling(temperature=0.7, top_k=20, max_tokens=9),
+        Sampling(temperature=1, top_p=0.9, min_p=0.01, max_tokens=9),
+        Sampling(temperature=1, top_k=200, repetition_penalty=1.1, max_tokens=9, logprobs=2),
+        Sampling(temperature=0, logit_bias={3: 1.0}, max_tokens=9),
+    ]
+    samplers = [TokenSampler(ways[row % len(ways)], VOCAB, [1, 2]) for row in range(rows)]
+    waits = 0
+    tolist = Tensor.tolist
+
+    def known(tensor: Tensor) -> Any:
+        nonlocal waits
+        waits += 1
+        return tolist(torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+    patch.setattr(Tensor, "tolist", known)
+    logits_bv = torch.empty(rows, VOCAB, dtype=torch.bfloat16, device=DEVICE)
+    # Penalties count tokens, and are moved once.
+    patch.setattr(TokenSampler, "observe", lambda sampler, token: None)
+    with torch.inference_mode(), device.counting() as budget:
+        draw_batch(samplers, logits_bv, [3] * rows)
+    return budget, waits
+
+
+def test_drawing_waits_as_often_for_one_of_each_as_for_many(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (few, waits), (many, as_many) = (draws(device, monkeypatch, rows) for rows in (5, 50))
+    assert waits == as_many == 6  # the second of a pair finds the device done
+    assert few.kernels == many.kernels
 
 
 def test_the_budget_counts(device: Device) -> None:
