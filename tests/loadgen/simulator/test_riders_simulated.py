@@ -233,6 +233,20 @@ def test_every_token_is_drawn_and_every_slot_comes_back() -> None:
         assert outcome.token_ns == sorted(outcome.token_ns)
 
 
+@pytest.mark.parametrize("model", [pair(2), elastic(2)], ids=["pair", "elastic"])
+def test_time_between_tokens_is_bounded_by_the_budget(model: ClusterModel) -> None:
+    """Whatever the prompts: no gap is longer than an iteration that is full, with the longest
+    prompt before it. Whole prompts would take many times as long."""
+    arrivals = crowd(60)
+    longest = max(it.prompt_tokens for it in arrivals)
+    most = 16
+    full_ns = HYBRID.predict_ns([[(BUDGET, longest)]], most, most * (longest + 30))
+    found = run(arrivals, model, max_batch=most)
+    gaps = [stop - start for it in found.outcomes for start, stop in pairwise(sorted(it.token_ns))]
+    assert max(gaps) <= full_ns
+    assert STEP.predict_ns(longest) > 3 * full_ns
+
+
 def test_riders_outlive_their_gang_and_clients_may_leave() -> None:
     faults = [
         GangFault(at_ns=4_000_000, role="elastic"),
