@@ -21,7 +21,7 @@ from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GeneratedResponse, Mesh, Pending, Tag
+from csps.actors.mesh import BegunExchange, Mesh, Pending, Tag
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
@@ -41,13 +41,11 @@ class NobodysMesh:
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Pending:
         return Pending([], [])
 
-    def start_exchange(
-        self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag
-    ) -> GeneratedResponse:
+    def start_exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> BegunExchange:
         for _, tensor in (*sends, *recvs):
             assert tensor.device == DEVICE
             assert tensor.is_contiguous()
-        return GeneratedResponse(Pending([], []), Pending([], []))
+        return BegunExchange(Pending([], []), Pending([], []))
 
 
 @pytest.fixture(scope="module")

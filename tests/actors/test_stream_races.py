@@ -226,7 +226,7 @@ def gather_and_reduce(mesh: Mesh, device: torch.device) -> None:
         for layer in range(3):
             held_td = torch.ones(2, 3)
             gather = RowGather(shards, held_td, parts, transfers, layer=layer)
-            reduce = RowReduce(shards, torch.empty(3), parts, transfers, layer=layer)
+            reduce = RowReduce(shards, torch.empty(3), transfers, layer=layer)
             with gather, reduce:
                 for part in parts:
                     gather.wait(part)
