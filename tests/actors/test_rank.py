@@ -110,12 +110,14 @@ async def test_an_iteration_that_does_not_end_is_noticed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
-        go_on = threading.Event()
-        leader, follower = cell.decode_gang.ranks
-        qkv, mine = Layer.qkv, follower.engine.network.layers[0]
+        iterating, go_on = threading.Event(), threading.Event()
+        leader, _ = cell.decode_gang.ranks
+        qkv, mine = Layer.qkv, leader.engine.network.layers[0]
 
         def patient_qkv(self: Layer, *arguments: Any) -> Any:
-            assert self is not mine or go_on.wait(ANSWER_S)
+            if self is mine:
+                iterating.set()
+                assert go_on.wait(ANSWER_S)
             return qkv(self, *arguments)
 
         monkeypatch.setattr(Layer, "qkv", patient_qkv)
@@ -123,7 +125,7 @@ async def test_an_iteration_that_does_not_end_is_noticed(
         await cell.reserve(it)
         cell.submit(job_of([it.piece()], [0]), it.prompt)
         await cell.join(it)
-        await eventually(lambda: leader.loop.stream.iterations > 0)
+        await eventually(iterating.is_set)
         leader.check_health()
         with monkeypatch.context() as hurried:
             hurried.setattr(stream_module, "ITERATION_S", 0.0)
