@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.engine import Engine
@@ -48,7 +48,7 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
     """The strategy of the group's job, to be entered for the job's duration."""
     name = group.job.strategy
     if name == "ulysses":
-        return nullcontext(_ulysses(group, engine))
+        return _ulysses(group, engine)
     if name == "gathered_weights":
         return GatheredWeights(group, engine)
     if name in ("sp_tp", "sp_tp_flat"):

@@ -10,6 +10,9 @@ the batch, h heads, d head size.
 
 from __future__ import annotations
 
+from types import TracebackType
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,9 @@ from csps.protocols.messages import PrefillPiece
 
 
 class Ulysses:
-    """Exact sequence-parallel attention of one job; one object per job and rank."""
+    """Exact sequence-parallel attention of one job; one object per job and rank, entered for the
+    job's duration: a job may be stopped where an exchange is under way, which all members have
+    begun by then, and then it ends as well."""
 
     def __init__(
         self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
@@ -36,6 +41,7 @@ class Ulysses:
         self._group = group
         self._split = HeadSplit(heads=heads, kv_heads=kv_heads, parts=group.size)
         self._scale = scale
+        self._under_way: list[Pending] = []
         self._history = History(
             group,
             pool,
@@ -44,6 +50,18 @@ class Ulysses:
             scale=scale,
             begin=self._begin,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            Pending.all(self._under_way).wait()
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
@@ -109,10 +127,12 @@ class Ulysses:
     def _begin(self, sends: Messages, recvs: Messages, tag: Tag, label: Label) -> Wait:
         """An exchange that is waited for as the all-to-alls are."""
         clock, pending = self._group.clock, self._group.mesh.exchange(sends, recvs, tag)
+        self._under_way.append(pending)
 
         def wait() -> None:
             with clock.communicating(), clock.timeline.phase(label.phase, layer=label.layer):
                 pending.wait()
+            self._under_way.remove(pending)
 
         return wait
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +21,11 @@ from test_withdrawn import BOUNDS, CASES, LENGTHS
 from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
+from csps.actors.engine.engine import Engine
 from csps.actors.mesh import Mesh, Tag
+from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
+from csps.actors.strategies.strategy import Strategy
 from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 
@@ -157,6 +160,60 @@ def test_who_has_most_blocks_has_a_number_for_each(
     with blocks_of(4):
         passed = run(gang, job).passed[0]
     assert max(map(passed.count, passed)) <= 2, "the last block's, and the end of its phase"
+
+
+class Stopped(Exception):
+    """The log has given the step up."""
+
+
+class Stopping:
+    """A strategy that all members leave where they come to a number."""
+
+    def __init__(self, inner: AbstractContextManager[Strategy]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> Strategy:
+        return self._inner.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        stopped = kind is Stopped
+        self._inner.__exit__(*((None, None, None) if stopped else (kind, error, trace)))
+        return stopped
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("members", "tp"), [(3, 1), (2, 2)])
+@several
+@given(data=st.data())
+def test_a_step_may_be_stopped_at_any_number(
+    gangs: Gangs, strategy: str, members: int, tp: int, data: st.DataObject
+) -> None:
+    """And the next one finds nothing of it on its way."""
+    gang, job = gangs("gqa", members, tp), data.draw(jobs(strategy, members))
+    points: dict[int, Points] = {}
+
+    def make(group: SpGroup, engine: Engine) -> Stopping:
+        points[engine.rank] = group.points
+        return Stopping(strategy_of(group, engine))
+
+    def part(rank: int, number: int) -> None:
+        if rank in points and number >= last:
+            points[rank].settle()
+            raise Stopped
+
+    forwards = gang.forwards(job)
+    gang.hold_history(job, forwards)
+    try:
+        with blocks_of(data.draw(st.integers(3, 30))):
+            parts = gang.points(job, 0, part)._parts
+            assert parts is not None
+            last = data.draw(st.integers(1, parts.total))
+            gang.run(job, make, part)
+            gang.check(job, gang.run(job, strategy_of), forwards)
+    finally:
+        for engine in gang.engines:
+            for piece in job.pieces:
+                engine.pool.free_request(piece.rid)
 
 
 def test_a_member_of_none_knows_the_number_of_parts() -> None:
