@@ -95,9 +95,21 @@ class Device:
             self._budgets.pop()
 
     def notice_lists(self, patch: pytest.MonkeyPatch) -> None:
-        """As an index a list is copied to the device before any operation is seen."""
+        """Numbers are copied to the device before any operation is seen, those of an index too."""
+        for name in ("tensor", "as_tensor"):
+            patch.setattr(torch, name, self._copying(getattr(torch, name), name))
         for name in ("__getitem__", "__setitem__"):
             patch.setattr(torch.Tensor, name, self._noticing(getattr(torch.Tensor, name), name))
+
+    def _copying(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+            tensor = real(data, *args, **kwargs)
+            if tensor.device == DEVICE and not isinstance(data, Tensor) and tensor.numel():
+                for budget in self._budgets[-1:]:
+                    budget.copies[name] += 1
+            return tensor
+
+        return made
 
     def _noticing(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def index(tensor: Tensor, at: Any, *value: Any) -> Any:

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.rows import Row
 from csps.actors.held_rows import HeldRows, RequestSlots
@@ -64,6 +67,15 @@ class Batch:
     stored_rows: list[int] = field(default_factory=list)
     stored_slots: list[int] = field(default_factory=list)
     """Query rows of pieces whose keys and values are kept here, and where."""
+
+    _received_at: dict[int, Tensor] = field(default_factory=dict)
+
+    def received_at(self, peer: int, device: torch.device) -> Tensor:
+        """(t,) int64: the slots, moved to the device once for all layers."""
+        if peer not in self._received_at:
+            slots = torch.tensor(self.received[peer], dtype=torch.int64, device=device)
+            self._received_at[peer] = slots
+        return self._received_at[peer]
 
     @property
     def rows(self) -> int:

@@ -301,9 +301,8 @@ class Stream:
             for peer, slots in batch.received.items()
         }
         self._engine.mesh.exchange(sends, list(buffers.items()), Tag.KEPT_ROWS).wait()
-        for peer, slots in batch.received.items():
-            slots_t = torch.tensor(slots, dtype=torch.int64, device=kv_rhd.device)
-            arrived = buffers[peer]
+        for peer, arrived in buffers.items():
+            slots_t = batch.received_at(peer, kv_rhd.device)
             self._engine.pool.write_slots(layer, slots_t, arrived[:, 0], arrived[:, 1])
 
     def _attend(

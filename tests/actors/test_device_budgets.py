@@ -17,20 +17,20 @@ from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
 from csps.actors.engine.engine import Engine
-from csps.actors.held_rows import HeldRows, RequestSlots
+from csps.actors.engine.stream import Stream
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import BegunExchange, Mesh, Pending, Tag
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.strategies.ulysses import Ulysses
 from csps.models.loading import load_network
-from csps.protocols.messages import Sampling, Span
+from csps.protocols.log_entries import Change
+from csps.protocols.messages import KvShare, Reserve, Sampling, Span
 
 __all__ = ["device"]
-LAYERS, PROMPT, VOCAB = 4, 40, 512
+LAYERS, MORE_LAYERS, PROMPT, VOCAB = 3, 2, 40, 512
 
 
 class NobodysMesh:
@@ -53,13 +53,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=LAYERS)
 
 
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deeper")
+    return make_checkpoint(path, num_hidden_layers=LAYERS + MORE_LAYERS)
+
+
 def engine_of(model: Path) -> Engine:
     network = load_network(model, device=DEVICE, dtype=torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         # The pool looks positions up on the host.
         patch.setattr(Tensor, "cpu", lambda x: torch.zeros_like(x, device="cpu"))
         pool = KvPool(
-            layers=LAYERS,
+            layers=network.spec.layers,
             slots=32_768,
             kv_heads=network.spec.kv_heads,
             head_dim=network.spec.head_dim,
@@ -75,68 +81,70 @@ def engine_of(model: Path) -> Engine:
     )
 
 
-def held_rows(engine: Engine, rids: Sequence[int]) -> HeldRows:
-    """Prompts of different lengths, written in all layers, and room for an answer."""
-    slots = []
-    for rid in rids:
-        prompt = Span(start=0, stop=PROMPT + rid)
-        answer = Span(start=prompt.stop, stop=prompt.stop + 8)
-        engine.pool.allocate(rid, [prompt, answer])
-        shape = prompt.length, engine.pool.kv_heads, engine.pool.head_dim
+def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> Stream:
+    """As it is on a rank that masters `own` rows, of whose prompts a peer holds half, that holds
+    half of `foreign` rows of that peer's, and takes part in pieces of `riding` prompts, every
+    second of which the peer computes."""
+    stream = Stream(engine, lambda *told: None, lambda: None)
+    joined: list[tuple[int, int | None]] = []
+    for rid in range(own + foreign + riding):
+        rides, length = rid >= own + foreign, PROMPT + rid
+        halves = Span(start=0, stop=length // 2), Span(start=length // 2, stop=length)
+        request = Reserve(
+            rid=rid,
+            epoch="",
+            shares=tuple(KvShare(instance=at, span=half) for at, half in enumerate(halves)),
+            master=int(own <= rid < own + foreign + riding // 2),
+            prompt_length=length,
+            sampling=Sampling(temperature=0, max_tokens=9),
+            prompt=bytes(4 * length) if rides else b"",
+        )
+        stream.reserve(request, owner=1)
+        shape = halves[0].length, engine.pool.kv_heads, engine.pool.head_dim
         k_thd = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
-        for layer in range(LAYERS):
-            engine.pool.write(layer, rid, prompt, k_thd, k_thd)
-        slots.append(RequestSlots(engine.pool, rid, range(LAYERS), answer))
-    return HeldRows(slots)
+        for layer in range(0 if rides else engine.spec.layers):
+            engine.pool.write(layer, rid, halves[0], k_thd, k_thd)
+        joined.append((rid, None if rides else 7))
+    stream.change(Change(stream=0, version=1, joined=tuple(joined), budget=1000))
+    return stream
 
 
-def decode_layers(device: Device, model: Path, own: int, foreign: int) -> list[DeviceBudget]:
-    """The layers of one iteration on a rank that masters `own` rows, of which a peer holds half,
-    and holds `foreign` rows of that peer's."""
-    engine = engine_of(model)
-    held = {None: held_rows(engine, range(own)), 1: held_rows(engine, range(own, own + foreign))}
-    routes = QueryRoutes(
-        rows=own,
-        held_here=range(own),
-        outgoing={1: range(0, own, 2)} if own else {},
-        incoming={1: foreign} if foreign else {},
-    )
-    tokens_t = torch.zeros(own, dtype=torch.int64, device=DEVICE)
-    slots = [it.append() for it in held[None].requests]
-    slots_t = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
-    rotary, x_td = engine.network.rotary(tokens_t), engine.network.embed(tokens_t)
-    layers = []
-    for index, layer in enumerate(engine.network.layers):
-        with device.counting() as budget:
-            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-            engine.pool.write_slots(index, slots_t, k_thd, v_thd)
-            out_thd = exchange_queries(
-                q_thd,
-                mesh=engine.mesh,
-                routes=routes,
-                partial=lambda peer, q_rhd, at=index: engine.attend_rows(at, q_rhd, held[peer]),
-                tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
-            )
-            x_td = layer.finish(x_td, out_thd.to(q_thd.dtype))
-        layers.append(budget)
-    return layers
+def iteration(device: Device, model: Path, *rows: int) -> DeviceBudget:
+    """The layers of one iteration, without drawing."""
+    stream = stream_of(engine_of(model), *rows)
+    with torch.inference_mode(), device.counting() as budget:
+        stream._forward(stream._next_batch())
+    return budget
+
+
+def decode_layer(device: Device, models: Sequence[Path], *rows: int) -> DeviceBudget:
+    """What each further layer adds to an iteration."""
+    few, many = (iteration(device, model, *rows) for model in models)
+    layer = DeviceBudget()
+    for name, count in (many.kernels - few.kernels).items():
+        assert count % MORE_LAYERS == 0, name
+        layer.kernels[name] = count // MORE_LAYERS
+    layer.copies = many.copies - few.copies
+    return layer
 
 
 @pytest.mark.parametrize("foreign", [0, 3, 40])
 def test_a_layer_of_decode_costs_the_same_whatever_the_batch(
-    device: Device, model: Path, foreign: int
+    device: Device, model: Path, deeper: Path, foreign: int
 ) -> None:
-    with torch.inference_mode():
-        few, many = (decode_layers(device, model, own, foreign) for own in (3, 64))
-    for one, other in zip(few[1:], many[1:], strict=True):
-        assert one.kernels == other.kernels
-        assert one.kernels == few[1].kernels
-        assert not one.copies
-        assert not other.copies
-    # What is looked up once for all layers is copied when the first one wants it.
-    assert sum(few[0].copies.values()) == sum(many[0].copies.values()) <= 5
-    assert few[1].kernels["_decode_kernel"] == 1 + bool(foreign)
-    assert few[1].kernels.total() <= 45
+    few, many = (decode_layer(device, (model, deeper), own, foreign, 0) for own in (3, 64))
+    assert few.kernels == many.kernels
+    assert not few.copies + many.copies
+    assert few.kernels["_decode_kernel"] == 1 + bool(foreign)
+    assert few.kernels.total() <= 45
+
+
+def test_a_layer_of_an_iteration_with_riders_waits_for_nothing(
+    device: Device, model: Path, deeper: Path
+) -> None:
+    few, many = (decode_layer(device, (model, deeper), own, 3, 2) for own in (3, 64))
+    assert few.kernels == many.kernels
+    assert not few.copies + many.copies
 
 
 def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> DeviceBudget:
