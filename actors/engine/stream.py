@@ -349,6 +349,7 @@ class Stream:
             logits_rv = logits_rv[[at for at, _ in heard]]
         # Rows have been counted on already.
         draws = draw_batch(samplers, logits_rv, [row.index - 1 for _, row in heard])
+        self._engine.mesh.check_open()
         announced = self._announce([row for _, row in heard], draws)
         if announced:
             words[[at for at, _ in heard]] = torch.tensor(announced, dtype=torch.int64)
