@@ -383,16 +383,6 @@ class Mesh:
             received=Pending(works, tensors, self._closed, in_order=True), sent=Pending([], [])
         )
 
-    def check_open(self) -> None:
-        """To be called when the host has waited for a device, before what it learnt is told or
-        stored: what was under way in a group that was closed meanwhile has ended with garbage.
-
-        Raises:
-            PeerLost: the mesh was closed.
-        """
-        if self._closed.is_set():
-            raise PeerLost("the group was closed")
-
     def close(self) -> None:
         """Leave the world: pending operations fail, here and at peers that wait for this rank."""
         self._closed.set()

@@ -184,7 +184,9 @@ class Rank:
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)
         self._log = self._join_log(store)
-        self._loop = EngineLoop(self.engine, self._notify, self._log)
+        self._loop = EngineLoop(
+            self.engine, self._notify, self._log, in_place=config.role == "elastic"
+        )
         if isinstance(self._log, ConductorEnd):
             self._spawn("conductor", self._log.run)
         self._spawn("engine", self._loop.run)

@@ -157,6 +157,34 @@ async def thread_cell(
         await cell.hang_up()
 
 
+@asynccontextmanager
+async def elastic_cell(
+    model_dir: Path,
+    instances: int,
+    *,
+    tp: int = 1,
+    kv_slots: int = 4096,
+    quantum_ms: float = 50.0,
+    data_group: GroupMaker | None = STRICT,
+) -> AsyncIterator[ThreadCell]:
+    """One gang that prefills and decodes, attached."""
+    plan = GangPlan(
+        model_dir=str(model_dir),
+        role="elastic",
+        instances=instances,
+        tp=tp,
+        kv_slots=kv_slots,
+        quantum_ms=quantum_ms,
+    )
+    cell = ThreadCell()
+    async with thread_gang(plan, data_group=data_group) as gang:
+        cell.prefill_gang = cell.decode_gang = gang
+        cell.prefill = cell.decode = await cell.attach(gang.members, "elastic")
+        cell.epoch = "in place"
+        yield cell
+        await cell.hang_up()
+
+
 def is_broken(rank: Rank) -> bool:
     """Whether Serve would replace the rank's gang."""
     try:

@@ -79,7 +79,6 @@ def _draw(
             fail(piece.rid, exc)
     indices = [drawn_before(pieces[row].drawn) for row in samplers]
     draws = draw_batch(list(samplers.values()), logits_tv[list(samplers)], indices)
-    engine.mesh.check_open()
     drawn: list[TokenDrawn] = []
     for row, index, draw in zip(samplers, indices, draws, strict=True):
         if isinstance(draw, CspsError):

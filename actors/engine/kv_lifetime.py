@@ -43,6 +43,17 @@ class KvLifetime:
             self._kept.discard(rid)
             return kept
 
+    def leave(self, rid: int) -> bool:
+        """The stream that decoded the sequence lets go of it; true if its KV can go now, else it
+        goes with its last step."""
+        with self._lock:
+            self._kept.discard(rid)
+            if self._steps[rid]:
+                self._cancelled.add(rid)
+                return False
+            del self._steps[rid]
+            return True
+
     def cancel_all(self) -> Set[int]:
         """Nobody wants anything; returns the sequences whose KV can go now."""
         with self._lock:

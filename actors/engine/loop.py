@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 
@@ -44,7 +45,15 @@ from csps.protocols.log_entries import (
     Run,
     Shutdown,
 )
-from csps.protocols.messages import PrefillDone, PrefillJob, Tokens
+from csps.protocols.messages import (
+    KvShare,
+    PrefillDone,
+    PrefillJob,
+    PrefillPiece,
+    SlotsFreed,
+    Span,
+    Tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -65,11 +74,18 @@ class _Ended(Exception):
 class EngineLoop:
     """One rank's work."""
 
-    def __init__(self, engine: Engine, notify: Notify, log: LogEnd) -> None:
+    def __init__(
+        self, engine: Engine, notify: Notify, log: LogEnd, *, in_place: bool = False
+    ) -> None:
+        """
+        Args:
+            in_place: what steps compute is decoded by this gang's stream, where it lies.
+        """
         self._engine = engine
+        self._in_place = in_place
         self._notify = notify
         self._log = log
-        self.stream = Stream(engine, notify, self._freed)
+        self.stream = Stream(engine, notify, self._let_go)
         self._desk = StepDesk(self._acknowledge)
         self._kv = KvLifetime()
         self._running: list[StepRun] = []
@@ -78,6 +94,8 @@ class EngineLoop:
         self._progress = ProgressReport(notify, rank=engine.rank)
         self._leaving: set[StepRun] = set()
         """Computed, but not all of their KV has landed where it is decoded."""
+        self._let_go_early: set[int] = set()
+        """Sequences that the stream has let go of while a step still had them."""
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -89,10 +107,32 @@ class EngineLoop:
         """
         if self._engine.instance not in job.group:
             return
-        run = StepRun(self._engine, job, next_turn=self._next_turn, progress=self._progress.step)
+        reserved: frozenset[int] = frozenset()
         self._kv.enter(job)
+        if self._in_place:
+            job, reserved = self._kept_here(job)
+        run = StepRun(
+            self._engine,
+            job,
+            reserved=reserved,
+            next_turn=self._next_turn,
+            progress=self._progress.step,
+        )
         if not self._desk.add(run, owner):
             self._give_up(run)
+
+    def _kept_here(self, job: PrefillJob) -> tuple[PrefillJob, frozenset[int]]:
+        """The step of a gang that decodes what it prefills: nothing is sent, and what is computed
+        elsewhere than it is to lie moves there. Also, which sequences have their slots."""
+        pieces = tuple(
+            replace(it, placement=it.placement or _of_chunk(it), destinations=())
+            for it in job.pieces
+        )
+        reserved = frozenset(it.rid for it in pieces if self.stream.find(it.rid) is not None)
+        for piece in pieces:
+            if piece.placement and piece.rid not in reserved:
+                self._kv.cancel(piece.rid)  # the stream has let go of it already
+        return replace(job, pieces=pieces), reserved
 
     def refuse(self, job: PrefillJob, error: ConfigError) -> None:
         """Tell the router that a step does not get in line; its group has nothing to do with it."""
@@ -107,12 +147,12 @@ class EngineLoop:
         goes when the log says so. Harmless for an unknown one."""
         if self._sender is not None:
             self._sender.withdraw(rid)
-        if self._kv.cancel(rid):
+        if self.stream.find(rid) is None and self._kv.cancel(rid):
             self._free([rid])
 
     def cancel_all(self) -> None:
         """Nobody wants anything: the router that asked for it is gone."""
-        self._free(self._kv.cancel_all())
+        self._free(rid for rid in self._kv.cancel_all() if self.stream.find(rid) is None)
 
     def use_sender(self, sender: KvSender | None) -> None:
         """Send KV through it from the next step on."""
@@ -168,10 +208,19 @@ class EngineLoop:
                 run.compute(partial(self._send, self._sender, delivery), self._draw_first)
         finally:
             self._running.pop()
-        self._freed()  # what was moved away
+        self._desk.slots_came_back()  # what was moved away
         if not run.cancelled:
             self._report_turn(run, done=True)
+            if self._in_place:
+                self._adopt(run)
         delivery.finish()
+
+    def _adopt(self, run: StepRun) -> None:
+        """What a step has computed and keeps here is the stream's from now on."""
+        for piece in run.job.pieces:
+            for share in piece.placement:
+                if share.instance == self._engine.instance:
+                    self.stream.adopt(piece.rid, share.span)
 
     def _next_turn(self, run: StepRun) -> tuple[int, Run] | None:
         """A step has come as far as it was told to: do what else the log says until it says
@@ -264,11 +313,22 @@ class EngineLoop:
     def _free(self, rids: Iterable[int]) -> None:
         for rid in rids:
             self._engine.pool.free_request(rid)
-        self._freed()
-
-    def _freed(self) -> None:
-        """Slots came back."""
+            if rid in self._let_go_early:
+                self._let_go_early.discard(rid)
+                self._tell_freed(rid)
         self._desk.slots_came_back()
+
+    def _let_go(self, rid: int) -> None:
+        """The stream is done with a sequence, but a step that is under way may have it as well."""
+        if self._kv.leave(rid):
+            self._engine.pool.free_request(rid)
+            self._desk.slots_came_back()
+            self._tell_freed(rid)
+        else:
+            self._let_go_early.add(rid)
+
+    def _tell_freed(self, rid: int) -> None:
+        self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
 
     def _acknowledge(self, step: int) -> None:
         self._log.report(Prepared(self._engine.rank, step))
@@ -302,3 +362,12 @@ class EngineLoop:
                 yielded_s=clock.yielded_s if clock else 0.0,
             ),
         )
+
+
+def _of_chunk(piece: PrefillPiece) -> tuple[KvShare, ...]:
+    """Where the KV of a chunk is to lie, in a gang that decodes it."""
+    chunk = Span(start=piece.start, stop=piece.start + piece.length)
+    cuts = (
+        KvShare(instance=it.instance, span=it.span.intersection(chunk)) for it in piece.destinations
+    )
+    return tuple(cut for cut in cuts if cut.span.length)

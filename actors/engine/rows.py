@@ -54,7 +54,7 @@ class Row:
     @property
     def state(self) -> RowState:
         """How far it is."""
-        return RowState(self.next, self.prompt, last_position(self.request))
+        return RowState(self.next, self.prompt, last_position(self.request), self.request.master)
 
     @property
     def decodes(self) -> bool:

@@ -11,7 +11,7 @@ says, with the step's activations where they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 
 import numpy as np
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.moves import KvMover
 from csps.actors.job_clock import JobClock
-from csps.actors.kv_moves import KvMover
 from csps.actors.layout import GangLayout, LocalPiece
 from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup
@@ -30,7 +30,7 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.log_entries import Run
-from csps.protocols.messages import PrefillJob
+from csps.protocols.messages import PrefillJob, Span
 
 NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
 """Does what else the log says until it says something about this step, and returns that with its
@@ -49,10 +49,17 @@ class StepRun:
     """A step from its arrival to its last part."""
 
     def __init__(
-        self, engine: Engine, job: PrefillJob, *, next_turn: NextTurn, progress: Callable[[], None]
+        self,
+        engine: Engine,
+        job: PrefillJob,
+        *,
+        reserved: Set[int] = frozenset(),
+        next_turn: NextTurn,
+        progress: Callable[[], None],
     ) -> None:
         """
         Args:
+            reserved: sequences that have slots where their KV is to lie.
             next_turn: called by the engine thread when the step has come as far as it was told to.
             progress: called whenever the step has got on.
         """
@@ -67,8 +74,7 @@ class StepRun:
         self._points = Points(self.parts, self._part)
         self.group = SpGroup(engine.mesh, engine.layout, job, member, self.clock, self._points)
         self._mover = KvMover(self.group, engine.pool)
-        own = [(part.piece.rid, part.span) for part in self.group.local]
-        self._takes = [*own, *self._mover.incoming]
+        self._takes = list(self._to_take(reserved))
         self.leads = engine.rank == min(ranks_of(engine.layout, job))
         """This rank reports for all members."""
         self.turn_seq = 0
@@ -79,6 +85,19 @@ class StepRun:
         self._turn_began_ns = 0
         self._to_withdraw: set[int] = set()
         self._has_slots = False
+
+    def _to_take(self, reserved: Set[int]) -> Iterator[tuple[int, Span]]:
+        """Of which sequences and positions this rank needs slots that it does not have: what it
+        computes, until it has moved away, and what is moved to it."""
+        leaving = self._mover.outgoing
+        for part in self.group.local:
+            rid = part.piece.rid
+            if rid not in reserved:
+                yield rid, part.span
+            else:
+                moved = (part.span.intersection(span) for it, span in leaving if it == rid)
+                yield from ((rid, span) for span in moved if span.length)
+        yield from ((rid, span) for rid, span in self._mover.incoming if rid not in reserved)
 
     @property
     def number(self) -> int:

@@ -43,7 +43,7 @@ from csps.protocols.errors import (
 )
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Change
-from csps.protocols.messages import Reserve, SlotsFreed, Span, TokenDrawn, Tokens
+from csps.protocols.messages import Reserve, Span, TokenDrawn, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -56,14 +56,15 @@ REMEMBERED_LEAVES = 4096
 class Stream:
     """Its rows on one rank. The engine thread changes and iterates, other threads reserve."""
 
-    def __init__(self, engine: Engine, notify: Notify, freed: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, notify: Notify, let_go: Callable[[int], None]) -> None:
         """
         Args:
-            freed: told when slots have come back.
+            let_go: told of each sequence that has left: whoever else has no use for its slots is to
+                free them.
         """
         self._engine = engine
         self._notify = notify
-        self._freed = freed
+        self._let_go = let_go
         self._reservations: dict[int, Reservation] = {}
         self._samplers: dict[int, TokenSampler] = {}
         self._left: OrderedDict[int, None] = OrderedDict()
@@ -126,6 +127,12 @@ class Stream:
     def find(self, rid: int) -> Reservation | None:
         """The reservation that arriving KV belongs to."""
         return self._reservations.get(rid)
+
+    def adopt(self, rid: int, span: Span) -> None:
+        """A part of a prompt was computed where it is decoded."""
+        reservation = self._reservations.get(rid)
+        if reservation is not None and span.length and reservation.adopt(span):
+            self._notify("landed", reservation.landed(self._engine.rank))
 
     @property
     def reserved(self) -> int:
@@ -211,10 +218,8 @@ class Stream:
         if reservation is not None:
             with reservation.lock:
                 reservation.closed = True
-                self._engine.pool.free_request(rid)
             reservation.left()
-            self._freed()
-        self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
+        self._let_go(rid)
 
     # --- the engine thread: one iteration ------------------------------------------------------
 
@@ -349,7 +354,6 @@ class Stream:
             logits_rv = logits_rv[[at for at, _ in heard]]
         # Rows have been counted on already.
         draws = draw_batch(samplers, logits_rv, [row.index - 1 for _, row in heard])
-        self._engine.mesh.check_open()
         announced = self._announce([row for _, row in heard], draws)
         if announced:
             words[[at for at, _ in heard]] = torch.tensor(announced, dtype=torch.int64)

@@ -8,7 +8,6 @@ time.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from csps.actors.announce import request_failed
@@ -100,12 +99,7 @@ class KvReceiver:
             self._on_failed(request_failed(header.rid, self._rank, exc))
             return
         if complete:
-            reservation.landed()
-            seconds = time.monotonic() - reservation.started
-            tokens = reservation.tokens
-            self._on_landed(
-                KvLanded(rid=header.rid, rank=self._rank, tokens=tokens, seconds=seconds)
-            )
+            self._on_landed(reservation.landed(self._rank))
 
     def _store(
         self, reservation: Reservation, header: KvHeader, body: KvBody, staging: Staging

@@ -17,7 +17,7 @@ from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.name_digest import name_digest
 from csps.actors.span_set import SpanSet
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import Reserve, Span
+from csps.protocols.messages import KvLanded, Reserve, Span
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
 
 
@@ -49,9 +49,17 @@ class Reservation:
         # Traced from the reservation to the last token of KV, then from joining to leaving.
         self._trace_span = begin("kv.landing", self.request.trace, {"csps.tokens": self.tokens})
 
-    def landed(self) -> None:
-        """All KV is here."""
+    def landed(self, rank: int) -> KvLanded:
+        """All KV is here: what the router is told."""
         self._trace(NO_SPAN)
+        seconds = time.monotonic() - self.started
+        return KvLanded(rid=self.request.rid, rank=rank, tokens=self.tokens, seconds=seconds)
+
+    def adopt(self, span: Span) -> bool:
+        """A span was computed here, in all layers; whether the share is complete now."""
+        with self.lock:
+            self.missing -= span.length * len(self.heads) * self.layers
+            return not self.missing
 
     def joined(self, rank: int) -> None:
         """The request decodes from now on."""

@@ -87,13 +87,9 @@ class History:
         self.group_heads, self.scale = group_heads, scale
         self.begin = begin
         self.own = next(it for it in members if it.rank == group.mesh.rank)
-        self._first_holder: dict[tuple[int, int], HistoryMember] = {}
-        """By instance and KV head."""
-        for member in members:
-            for head in member.held:
-                self._first_holder.setdefault((member.instance, head), member)
+        self._members = tuple(members)
         self._slots: dict[int, slice | Tensor] = {}
-        self.any = any(it.span.length for piece in group.job.pieces for it in piece.history)
+        self.any = any(piece.history for piece in group.job.pieces)
         """Then every layer has a phase for it, even if nobody wants the piece any more."""
         self.asked_of = self._routes((self.own, holder) for holder in members)
         """By holder, what this member asks of it."""
@@ -153,15 +149,14 @@ class History:
         return routes
 
     def _questions(self, asker: HistoryMember, holder: HistoryMember) -> Iterator[_Question]:
-        heads = self._heads(asker, holder) if self.any else range(0)
+        heads = self._heads(asker, holder)
         if not heads:
             return
         ends = accumulate(piece.length for piece in self.group.job.pieces)
         for index, (piece, end) in enumerate(zip(self.group.job.pieces, ends, strict=True)):
             first = max(asker.rows.start, end - piece.length)
             rows = range(first, min(asker.rows.stop, end))
-            held = (it.span.length for it in piece.history if it.instance == holder.instance)
-            if rows and any(held):
+            if rows and any(it.instance == holder.instance for it in piece.history):
                 yield _Question(index, rows, heads)
 
     def _heads(self, asker: HistoryMember, holder: HistoryMember) -> range:
@@ -174,10 +169,12 @@ class History:
         self, asker: HistoryMember, holder: HistoryMember, head: int
     ) -> HistoryMember | None:
         """Who of the holder's instance answers for a query head: the asker if it can."""
-        key = head // self.group_heads
-        if asker.instance == holder.instance and key in asker.held:
-            return asker
-        return self._first_holder.get((holder.instance, key))
+        able = [
+            it
+            for it in self._members
+            if it.instance == holder.instance and head // self.group_heads in it.held
+        ]
+        return asker if asker in able else next(iter(able), None)
 
 
 class Asked:

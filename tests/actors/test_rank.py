@@ -106,28 +106,6 @@ def failing_on(patient: Rank) -> Callable[..., Any]:
     return failing
 
 
-async def test_what_a_closed_group_delivered_is_not_told(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NCCL's waits succeed after an abort, and what was received is garbage."""
-    async with thread_cell(tiny_llama, prefill=1, decode=2) as cell:
-        leader = cell.decode_gang.ranks[0]
-        draw_batch = stream_module.draw_batch
-
-        def draw_closed(*arguments: Any) -> Any:
-            leader.engine.mesh.close()
-            return draw_batch(*arguments)
-
-        monkeypatch.setattr(stream_module, "draw_batch", draw_closed)
-        cell.failures_expected = True
-        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
-        await cell.reserve(it)
-        cell.submit(job_of([it.piece()], [0]), it.prompt)
-        await cell.join(it)
-        await eventually(lambda: is_broken(leader))
-        assert len(cell.tokens(1)) == 1, "the prefill gang's"
-
-
 async def test_an_iteration_that_does_not_end_is_noticed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

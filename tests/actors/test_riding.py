@@ -4,43 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gang_cell import Cell, Request, job_of, prompt_of, shares_at
+from gang_cell import Request, job_of, prompt_of, shares_at
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
+from riders import reserve_riding, ride
 
-from csps.protocols.messages import JoinBatch, Sampling
-from csps.protocols.schema import pack
+from csps.protocols.messages import Sampling
 
 
 def greedy(tokens: int) -> Sampling:
     return Sampling(temperature=0, max_tokens=tokens)
-
-
-async def reserve_riding(cell: Cell, request: Request) -> None:
-    """Only the ranks of the master are given the prompt."""
-    message = request.reserve(cell.epoch)
-    tokens = replace(message, prompt=request.prompt.astype("<i4").tobytes())
-    master = range(request.master * cell.decode.tp, (request.master + 1) * cell.decode.tp)
-    await asyncio.gather(
-        *(
-            cell.decode.call(rank, "reserve", pack(tokens if rank in master else message))
-            for rank in range(cell.decode.world_size)
-        )
-    )
-
-
-def ride(cell: Cell, request: Request, budget: int) -> None:
-    """Let its prompt be computed from the next iteration on."""
-    join = JoinBatch(rid=request.rid, first_token=None, budget=budget)
-    cell.decode.notify(0, "join", pack(join))
 
 
 @dataclass(frozen=True)

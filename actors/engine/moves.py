@@ -71,6 +71,11 @@ class KvMover:
         """What will arrive, by request; its slots must be there."""
         return [(move.rid, move.span) for move in self._incoming]
 
+    @property
+    def outgoing(self) -> list[tuple[int, Span]]:
+        """What will lie elsewhere, by request."""
+        return [(move.rid, move.span) for move in self._outgoing]
+
     def start(self, layer: int) -> None:
         """Begin to move a layer whose KV is in the pool of its present holders."""
         self.finish()

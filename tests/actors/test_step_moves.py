@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csps.actors.engine.moves import moves_of
 from csps.actors.job_clock import JobClock
-from csps.actors.kv_moves import moves_of
 from csps.actors.layout import GangLayout
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span

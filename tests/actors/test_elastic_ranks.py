@@ -1,0 +1,188 @@
+"""One gang that prefills and decodes: any sequence of steps gives the tokens of the model.
+
+What is computed stays where it was computed, or moves to where it is to lie, and is decoded there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of, shares_at
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
+from greedy_reference import greedy_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from riders import reserve_riding, ride
+
+from csps.actors.mesh import GroupMaker
+from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
+
+STRATEGIES = ("ulysses", "gathered_weights", "sp_tp_flat")
+
+
+def greedy(tokens: int) -> Sampling:
+    return Sampling(temperature=0, max_tokens=tokens)
+
+
+async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
+    async with elastic_cell(tiny_llama, 3) as cell:
+        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [2, 0]), master=1)
+        pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
+        await cell.reserve(request)
+        taken = [pool.used for pool in pools]
+        cell.submit(job_of([request.piece()], [2, 0]), request.prompt)
+        await cell.told(2, KvLanded, rid=1)
+        assert [pool.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
+        assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
+        assert not any(cell.prefill_gang.ranks[0].engine.mesh.bytes_sent[3:])
+        await cell.freed(1)
+        cell.check_idle()
+
+
+async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
+    """On the same ranks, an iteration between two parts."""
+    async with elastic_cell(tiny_llama, 2, quantum_ms=0.0) as cell:
+        talking = Request(
+            rid=1, prompt=prompt_of(20), shares=even_shares(20, [0, 1]), sampling=greedy(1500)
+        )
+        long = Request(rid=2, prompt=prompt_of(800, 2), shares=even_shares(800, [0, 1]))
+        for it in (talking, long):
+            await cell.reserve(it)
+        cell.submit(job_of([talking.piece()], [0, 1]), talking.prompt)
+        await cell.join(talking)
+        await cell.until(lambda: len(cell.tokens(1)) > 3)
+        before = len(cell.tokens(1))
+        cell.submit(job_of([long.piece()], [0, 1]), long.prompt)
+        await cell.until(lambda: cell.tokens(2))
+        assert len(cell.tokens(1)) > before + 2
+        assert await cell.answer(long) == [greedy_tokens(tiny_llama, long.prompt.tolist(), 6)]
+        cell.cancel(1)
+        await cell.freed(1, 2)
+        cell.check_idle()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request, in which way its prompt is computed, and whether anybody waits for the answer."""
+
+    length: int
+    tokens: int
+    chunks: tuple[int, ...]
+    """Where the prompt is cut, as percentages; none lets it ride."""
+    seed: int
+    urgent: bool
+    cancelled: bool
+
+
+PLANS = st.builds(
+    Plan,
+    length=st.integers(3, 60),
+    tokens=st.integers(1, 5),
+    chunks=st.lists(st.integers(0, 100), max_size=3).map(tuple),
+    seed=st.integers(0, 10**6),
+    urgent=st.booleans(),
+    cancelled=st.sampled_from([False, False, False, True]),
+)
+
+
+class Story:
+    """One request's steps, on groups of their own."""
+
+    def __init__(self, rid: int, plan: Plan, instances: int) -> None:
+        self.plan, self.rng = plan, random.Random(plan.seed)
+        holders = self.rng.sample(range(instances), self.rng.randint(1, instances))
+        cuts = sorted(self.rng.randint(0, plan.length) for _ in holders[1:])
+        self.request = Request(
+            rid=rid,
+            prompt=prompt_of(plan.length, rid),
+            shares=shares_at([0, *cuts, plan.length], holders),
+            master=self.rng.randrange(instances),
+            sampling=greedy(plan.tokens),
+        )
+        self._instances = instances
+
+    async def begin(self, cell: ThreadCell) -> None:
+        """Send all of it at once."""
+        if not self.plan.chunks:
+            await reserve_riding(cell, self.request)
+            ride(cell, self.request, self.rng.randint(1, 30))
+            return
+        await cell.reserve(self.request)
+        inner = {cut * self.plan.length // 100 for cut in self.plan.chunks}
+        bounds = sorted({0, self.plan.length, *inner})
+        for start, stop in itertools.pairwise(bounds):
+            self._chunk(cell, start, stop)
+
+    def _chunk(self, cell: ThreadCell, start: int, stop: int) -> None:
+        history = self._within(0, start)
+        needed = {it.instance for it in (*history, *self._within(start, stop))}
+        group = list(needed | set(self.rng.sample(range(self._instances), 1)))
+        self.rng.shuffle(group)
+        cuts = sorted(self.rng.randint(0, stop - start) for _ in group[1:])
+        piece = self.request.piece(start, stop, history=tuple(history))
+        job = job_of(
+            [piece],
+            group,
+            [0, *cuts, stop - start],
+            strategy=self.rng.choice(STRATEGIES),
+            urgent=self.plan.urgent,
+        )
+        cell.submit(job, self.request.prompt[start:stop])
+
+    def _within(self, start: int, stop: int) -> list[KvShare]:
+        span = Span(start=start, stop=stop)
+        cuts = [
+            KvShare(instance=it.instance, span=it.span.intersection(span)) for it in self.shares
+        ]
+        return [cut for cut in cuts if cut.span.length]
+
+    @property
+    def shares(self) -> Sequence[KvShare]:
+        return self.request.shares
+
+    async def end(self, cell: ThreadCell, model: Path) -> None:
+        """The answer is right, or was given up."""
+        rid = self.request.rid
+        if self.plan.cancelled:
+            cell.cancel(rid)
+        else:
+            if self.plan.chunks:
+                await cell.join(self.request)
+            await cell.until(lambda: cell.finished(rid))
+            expected = greedy_tokens(model, self.request.prompt.tolist(), self.plan.tokens)
+            assert cell.tokens(rid) == expected
+        await cell.freed(rid)
+
+
+async def check(
+    model: Path, plans: list[Plan], instances: int, tp: int, data_group: GroupMaker | None
+) -> None:
+    async with elastic_cell(model, instances, tp=tp, quantum_ms=0.0, data_group=data_group) as cell:
+        stories = [Story(rid, plan, instances) for rid, plan in enumerate(plans, 1)]
+        for story in stories:
+            await story.begin(cell)
+        await asyncio.gather(*(story.end(cell, model) for story in stories))
+        await cell.prefilled(*cell.jobs)
+        ranks = cell.prefill_gang.ranks
+        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        cell.check_idle()
+
+
+@pytest.mark.parametrize("data_group", [STRICT, None], ids=["strict", "gloo"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_any_steps_give_the_tokens_of_the_model(
+    tiny_llama: Path, tp: int, data_group: GroupMaker | None
+) -> None:
+    @settings(max_examples=examples(5))
+    @given(st.lists(PLANS, min_size=1, max_size=5), st.integers(1, 6 // tp))
+    def any_plans(plans: list[Plan], instances: int) -> None:
+        asyncio.run(check(tiny_llama, plans, instances, tp, data_group))
+
+    any_plans()
