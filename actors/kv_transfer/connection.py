@@ -78,6 +78,7 @@ class KvConnection:
         """Of this end among the peers."""
         self._size = self.prefill.world_size + self.decode.world_size
         self._closed = threading.Event()
+        self._closing = threading.Lock()
         scoped = PrefixStore(f"kv/{message.epoch}", store)
         self._group = gloo_group(scoped, self.rank, self._size, host)
         self._counting = threading.Lock()
@@ -160,9 +161,10 @@ class KvConnection:
 
     def close(self) -> None:
         """Leave the group: whoever waits fails, here and at the peers. Idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            close_gloo(self._group, self.rank, self._size)
+        with self._closing:
+            if not self._closed.is_set():
+                self._closed.set()
+                close_gloo(self._group, self.rank, self._size)
 
     @with_peer()
     def _send(self, tensor: Tensor, peer: int, tag: KvTag) -> Pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,7 +32,8 @@ class _UnderWay(NamedTuple):
 class SendQueue:
     """One thread does everything: it sends as long as the receiver's window has room, and else
     waits for its next word. While that is awaited, nothing else is: the receiver owes it, and beats
-    are for those that owe nothing.
+    are for those that owe nothing. Steps take turns, message by message, so that the KV of a short
+    prompt does not wait for that of a long one.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class SendQueue:
         self._connection, self._peer, self._pool = connection, peer, pool
         self._limit_bytes, self._checked = limit_bytes, checked
         self._on_lost, self._on_broken = on_lost, on_broken
-        self._waiting: deque[Sending] = deque()
+        self._waiting: OrderedDict[Delivery, deque[Sending]] = OrderedDict()
+        """By step; the first one's turn is next."""
         self._changed = threading.Condition()
         self._ended: Exception | None = None
         """Why nothing is sent any more."""
@@ -74,7 +76,7 @@ class SendQueue:
         sending.delivery.posted()
         with self._changed:
             if self._ended is None:
-                self._waiting.append(sending)
+                self._waiting.setdefault(sending.delivery, deque()).append(sending)
                 self._changed.notify()
                 return
         sending.delivery.given_up(self._ended)
@@ -82,11 +84,16 @@ class SendQueue:
     def withdraw(self, rid: int) -> None:
         """Nobody wants a request: what of it has not left stays here."""
         with self._changed:
-            gone = [it for it in self._waiting if it.rid == rid]
-            if gone:
-                self._waiting = deque(it for it in self._waiting if it.rid != rid)
+            gone = [it for queue in self._waiting.values() for it in queue if it.rid == rid]
+            for sending in gone:
+                self._waiting[sending.delivery].remove(sending)
+                self._forget_if_empty(sending.delivery)
         for sending in gone:
             sending.delivery.given_up()
+
+    def _forget_if_empty(self, delivery: Delivery) -> None:
+        if not self._waiting[delivery]:
+            del self._waiting[delivery]
 
     def wake(self) -> None:
         """The connection was closed: see it now."""
@@ -106,8 +113,11 @@ class SendQueue:
             if not self._connection.closed:
                 self._on_lost(f"decode rank {self._place}: {exc}")
         except Exception as exc:
+            by_itself = not self._connection.closed
+            # What is under way must not arrive: its slots are somebody else's in a moment.
+            self._connection.close()
             self._end(exc)
-            if not self._connection.closed:
+            if by_itself:
                 self._on_broken(exc)
 
     @property
@@ -123,10 +133,12 @@ class SendQueue:
         """Nothing arrives any more."""
         with self._changed:
             self._ended = reason
-            waiting, self._waiting = self._waiting, deque()
-        deliveries = [it.delivery for it in self._under_way] + [it.delivery for it in waiting]
-        for delivery in deliveries:
-            delivery.given_up(reason)
+            waiting, self._waiting = self._waiting, OrderedDict()
+        for message in self._under_way:
+            message.delivery.given_up(reason)
+        for delivery, queue in waiting.items():
+            for _ in queue:
+                delivery.given_up(reason)
         self._under_way.clear()
 
     def _step(self) -> None:
@@ -141,29 +153,31 @@ class SendQueue:
     def _next(self) -> Sending | None:
         """What can be sent now; waits a while for something if nothing is under way."""
         with self._changed:
-            if not self._under_way and not self._sendable():
+            if not self._under_way and self._ready() is None:
                 # A device tells nobody when it is done, therefore the short wait.
                 poll_s = READY_POLL_S if self._waiting else BEAT_S
                 self._changed.wait(min(poll_s, max(0.0, self._beat_at - time.monotonic())))
-            if not self._sendable():
+            if (sending := self._ready()) is None:
                 return None
-            sending = self._waiting[0]
             row_bytes = sending.row_bytes(self._pool)
             rows = min(sending.span.length, self._most_rows(row_bytes))
             if rows * row_bytes > self._window - (self._charged - self._landed):
                 return None
             first, rest = sending.split(rows)
-            if rest is None:
-                self._waiting.popleft()
-            else:
-                self._waiting[0] = rest
+            queue = self._waiting[sending.delivery]
+            queue.popleft()
+            if rest is not None:
+                queue.appendleft(rest)
+            self._waiting.move_to_end(sending.delivery)
+            self._forget_if_empty(sending.delivery)
             return first
 
-    def _sendable(self) -> bool:
-        if self._connection.closed or not self._waiting:
-            return False
-        ready = self._waiting[0].ready
-        return ready is None or ready.query()
+    def _ready(self) -> Sending | None:
+        """The next one that the pool has."""
+        if self._connection.closed:
+            return None
+        heads = (queue[0] for queue in self._waiting.values())
+        return next((it for it in heads if it.ready is None or it.ready.query()), None)
 
     def _most_rows(self, row_bytes: int) -> int:
         """Half a window: one message is read and landed while another one travels."""

@@ -16,7 +16,7 @@ from csps.actors.kv_transfer.staging import Launched, Staging
 from csps.protocols.messages import Span
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sending:
     """One layer, span and run of KV heads of a request, for one receiver."""
 

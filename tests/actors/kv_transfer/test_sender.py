@@ -32,6 +32,7 @@ from csps.actors.kv_transfer import send_queue
 from csps.actors.kv_transfer import sender as sender_module
 from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.connection import Grant, KvConnection, KvTag
+from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
 from csps.actors.mesh import PeerLost, Pending
@@ -224,6 +225,27 @@ def test_a_receiver_that_takes_nothing_holds_up_no_other(spec: ModelSpec) -> Non
             source.send(layer)
             assert receiver.take().span == Span(start=4, stop=TOKENS)
             receiver.acknowledge()
+
+
+def test_steps_take_turns(spec: ModelSpec) -> None:
+    """The layer of a step that was posted last does not wait for all of the one before it."""
+    with sending(spec) as (source, (end,)):
+        source.send(0)
+        other = Delivery(source.pool, source._sent.put)
+        source.pool.write(
+            1, RID, Span(start=0, stop=TOKENS), *(it[1] for it in (source._k, source._v))
+        )
+        source.sender.post(other, 1, source.parts[0])
+        other.finish()
+        receiver = SlowReceiver(end, 2 * spec.kv_heads * (2 * HEAD_DIM * 4 + 1))
+        layers = []
+        for _ in range(2 * TOKENS):  # token by token
+            layers.append(receiver.take().layer)
+            receiver.acknowledge()
+        assert layers == [0, 1] * TOKENS
+        assert source._sent.get(timeout=WAIT_S) is None
+        assert source.sent() is None
+        check_messages(receiver, source)
 
 
 def test_a_window_smaller_than_a_token_is_a_mistake_of_the_settings(spec: ModelSpec) -> None:

@@ -53,7 +53,7 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
         stuck, *others = (request(rid, 2) for rid in range(4))
         for it in (stuck, *others):
             await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[1]._decode_loop.find(stuck.rid)
+        reservation = cell.decode_gang.ranks[1].loop.stream.find(stuck.rid)
         assert reservation is not None
         with reservation.lock:
             for it in (stuck, *others):
