@@ -60,9 +60,10 @@ def reservation(
     layers: int = LAYERS,
     *,
     kept_only: bool = False,
+    rid: int = RID,
 ) -> Reservation:
     request = Reserve(
-        rid=RID,
+        rid=rid,
         epoch=EPOCH,
         shares=tuple(KvShare(instance=0, span=span) for span in spans),
         master=0,
@@ -160,7 +161,9 @@ class Receiver:
         self.reports: SimpleQueue[Any] = SimpleQueue()
         if self.spans:
             for rid in (RID, NEXT_RID):
-                self.reservations[rid] = reservation(self.spans, heads, kept_only=kept_only)
+                self.reservations[rid] = reservation(
+                    self.spans, heads, kept_only=kept_only, rid=rid
+                )
                 self.pool.allocate(rid, self.spans)
         self.end = KvReceiver(
             connection,
