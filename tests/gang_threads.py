@@ -14,8 +14,10 @@ from pathlib import Path
 
 from gang_cell import ANSWER_S, SECRET, Cell, GangPlan, in_threads, members_of
 from gang_processes import RankProcess
+from launch_log import LaunchLog
 from rank_world import STRICT
 
+from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, host_store
 from csps.actors.rank import Rank, RankConfig
 from csps.protocols.errors import FaultError
@@ -38,10 +40,15 @@ class ThreadGang:
     """Known once it has started."""
 
     def __init__(
-        self, plan: GangPlan, in_processes: Sequence[int], data_group: GroupMaker | None
+        self,
+        plan: GangPlan,
+        in_processes: Sequence[int],
+        data_group: GroupMaker | None,
+        log: LaunchLog | None = None,
     ) -> None:
         self.plan = plan
         self._data_group = data_group
+        self._log = log
         self.hosted = host_store("127.0.0.1")
         self.hosts: list[Rank | RankProcess] = [
             RankProcess(plan.rank_fields(rank), self.hosted.address)
@@ -52,8 +59,11 @@ class ThreadGang:
 
     def _rank(self, rank: int) -> Rank:
         store = self.hosted.address if rank else self.hosted
-        config = RankConfig(**self.plan.rank_fields(rank))
-        return Rank(config, secret=SECRET, store=store, data_group=self._data_group)
+        config, data_group = RankConfig(**self.plan.rank_fields(rank)), self._data_group
+        if self._log is not None:
+            layout = GangLayout(world_size=config.world_size, tp=config.tp)
+            data_group = self._log.groups_of(rank, layout)
+        return Rank(config, secret=SECRET, store=store, data_group=data_group)
 
     @property
     def ranks(self) -> list[Rank]:
@@ -107,11 +117,14 @@ class ThreadCell(Cell):
 
 @asynccontextmanager
 async def thread_gang(
-    plan: GangPlan, in_processes: Sequence[int] = (), data_group: GroupMaker | None = STRICT
+    plan: GangPlan,
+    in_processes: Sequence[int] = (),
+    data_group: GroupMaker | None = STRICT,
+    log: LaunchLog | None = None,
 ) -> AsyncIterator[ThreadGang]:
     """A gang from start to end, held to NCCL's rules, or with plain gloo (None), to which those in
     processes are bound."""
-    gang = ThreadGang(plan, in_processes, None if in_processes else data_group)
+    gang = ThreadGang(plan, in_processes, None if in_processes else data_group, log)
     try:
         await gang.start()
         yield gang
@@ -133,8 +146,10 @@ async def thread_cell(
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
     data_group: GroupMaker | None = STRICT,
+    logs: tuple[LaunchLog | None, LaunchLog | None] = (None, None),
 ) -> AsyncIterator[ThreadCell]:
-    """Two gangs of so many instances, attached and connected; some ranks may be processes."""
+    """Two gangs of so many instances, attached and connected; some ranks may be processes. What
+    each gang's ranks begin is noted in its log."""
     plan = partial(
         GangPlan,
         model_dir=str(model_dir),
@@ -146,8 +161,8 @@ async def thread_cell(
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
     cell = ThreadCell()
     async with (
-        thread_gang(prefill_plan, prefill_processes, data_group) as one,
-        thread_gang(decode_plan, decode_processes, data_group) as other,
+        thread_gang(prefill_plan, prefill_processes, data_group, logs[0]) as one,
+        thread_gang(decode_plan, decode_processes, data_group, logs[1]) as other,
     ):
         cell.prefill_gang, cell.decode_gang = one, other
         cell.prefill = await cell.attach(one.members, "prefill")

@@ -16,6 +16,7 @@ from random import Random
 from strict_group import EVERY_RULE, Parts, strict
 from torch._C._distributed_c10d import Store
 
+from csps.actors.layout import GangLayout
 from csps.actors.mesh import Group, GroupMaker
 
 
@@ -60,6 +61,16 @@ class LaunchLog:
             return strict(EVERY_RULE, note)(store, rank, size, host)
 
         return make
+
+    def groups_of(self, rank: int, layout: GangLayout) -> GroupMaker:
+        """Makes a rank's groups, in the order in which it does: its instance's, and the gang's."""
+        everyone = list(range(layout.world_size))
+        instance = layout.instance_of(rank)
+        makers = iter(
+            [self.group(f"tp{instance}", list(layout.ranks_of(instance)))] * (layout.tp > 1)
+            + [self.group("gang", everyone)]
+        )
+        return lambda *group: next(makers)(*group)
 
 
 class Deadlock(AssertionError):

@@ -9,7 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from gang_cell import Request, even_shares, prompt_of
+from gang_cell import job_of as step_of
+from gang_threads import thread_cell
 from launch_log import Deadlock, Launch, LaunchLog, replay
+from small_blocks import blocks_of
 from strategy_ranks import MakeStrategy, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
@@ -166,3 +170,39 @@ def test_a_strategys_exchanges_end_whatever_they_take(
     assert len(log.launches) == instances * tp
     for seed in range(TIMINGS):
         replay(log.launches, Random(seed))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_steps_that_interrupt_each_other_and_iterations_end_whatever_they_take(
+    model: Path, tp: int
+) -> None:
+    """Long steps and urgent ones on groups that overlap, while their answers are decoded."""
+    prefilled, decoded = LaunchLog(), LaunchLog()
+    groups = [([0, 1], False), ([1], True), ([0, 1], True), ([0], False), ([1, 0], False)]
+    async with thread_cell(
+        model,
+        prefill=2,
+        decode=2,
+        prefill_tp=tp,
+        decode_tp=tp,
+        quantum_ms=0.1,
+        logs=(prefilled, decoded),
+    ) as cell:
+        requests = [
+            Request(rid=rid, prompt=prompt_of(length, rid), shares=even_shares(length, [0, 1]))
+            for rid, length in enumerate((90, 20, 30, 50, 70))
+        ]
+        for request in requests:
+            await cell.reserve(request)
+        with blocks_of(8):
+            for request, (group, urgent) in zip(requests, groups, strict=True):
+                step = step_of([request.piece()], group, urgent=urgent)
+                cell.submit(step, request.prompt)
+            await cell.answer(*requests)
+            await cell.prefilled(*cell.jobs)
+            await cell.freed(*range(len(requests)))
+        cell.check_idle()
+    for log in (prefilled, decoded):
+        assert len(log.launches) == 2 * tp
+        for seed in range(TIMINGS):
+            replay(log.launches, Random(seed))
