@@ -75,9 +75,9 @@ class Stream:
         self._budget = 0
         self._lengths: list[int] = []
         self._batch = Batch()
-        """Of the last iteration; the next one's too, if it has the same lengths and nobody rode."""
-        self._riding = False
-        """A row computed a piece, or rows have changed, since the batch was made."""
+        """Of the last iteration."""
+        self._same_for = 0
+        """Iterations of which it is the batch as well: rows only decode, and none is at its end."""
         self.iterations = 0
         self.iterating_s = 0.0
         self._busy_since: float | None = None
@@ -159,7 +159,7 @@ class Stream:
         for rid, token in change.joined:
             self._join(rid, token)
         self._budget = change.budget
-        self._riding = True
+        self._same_for = 0
 
     def end_owner(self, owner: int) -> None:
         """All sequences of an owner leave, those that have not joined as well."""
@@ -168,7 +168,7 @@ class Stream:
             theirs = [rid for rid, it in self._reservations.items() if it.owner == owner]
         for rid in theirs:
             self._leave(rid)
-        self._riding = True
+        self._same_for = 0
 
     def _join(self, rid: int, token: int | None) -> None:
         reservation = self._reservations.get(rid)
@@ -239,11 +239,15 @@ class Stream:
 
     def _next_batch(self) -> Batch:
         """It stays what it was as long as the same rows decode."""
+        if self._same_for > 0:
+            self._same_for -= 1
+            return self._batch
         states = [row.state for row in self._rows]
-        lengths = fill(states, self._budget)
-        if lengths != self._lengths or self._riding:
-            self._lengths, self._batch = lengths, batch_of(self._engine, self._rows, lengths)
-        self._riding = any(it.next < it.prompt for it in states)
+        self._lengths = fill(states, self._budget)
+        self._batch = batch_of(self._engine, self._rows, self._lengths)
+        if not any(it.next < it.prompt for it in states):
+            left = (it.stop - it.next for it in states if it.next < it.stop)
+            self._same_for = min(left, default=1) - 1
         return self._batch
 
     def _advance(self, row: Row, length: int) -> None:
