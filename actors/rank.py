@@ -403,6 +403,7 @@ class Rank:
             urgent=job.urgent,
             parts=parts_of(self.engine, job).total,
             sequences=tuple(piece.rid for piece in job.pieces),
+            rows=job.bounds[-1],
             owner=self._owner,
         )
         self._conduct(lambda conductor: conductor.submit(task))

@@ -35,6 +35,8 @@ from csps.protocols.log_entries import (
 __all__ = ["Conductor", "StepTask"]
 
 QUANTUM_NS = 50_000_000
+SHORT_ROWS = 4096
+"""Steps of up to so many tokens take about as long for each of them: attention is a small part."""
 
 
 class Conductor:
@@ -48,6 +50,8 @@ class Conductor:
         self._streams = Streams(ranks)
         self._ran = [0] * ranks
         """Number of the newest `Run` that each rank has in the log."""
+        self._row_ns = 0
+        """What a token of a short step has taken; 0 before the first one."""
         self._ended: set[int] = set()
         self._closed = False
         self._seq = 0
@@ -126,7 +130,13 @@ class Conductor:
         running.ran_ns += nanoseconds
         running.leader_done = running.leader_done or done
         if quantum.until == running.task.parts:
+            self._measured(running)
             self._steps.remove(running)
+
+    def _measured(self, step: Step) -> None:
+        if 0 < step.task.rows <= SHORT_ROWS:
+            latest = max(1, step.ran_ns // step.task.rows)
+            self._row_ns = (3 * self._row_ns + latest) // 4 if self._row_ns else latest
 
     def iterated(
         self, rank: int, seq: int, stream: int, nanoseconds: int, finished: tuple[int, ...] = ()
@@ -226,7 +236,7 @@ class Conductor:
         return 1 if beside or self._steps.interruptible(step) else 2
 
     def _run(self, step: Step) -> None:
-        until = step.next_until(self._quantum_ns)
+        until = step.task.parts if self._is_short(step) else step.next_until(self._quantum_ns)
         withdrawn, step.withdrawn = tuple(step.withdrawn), []
         seq = self._append(Run(step.task.id, until, withdrawn), step.task.ranks)
         step.size = until - step.until
@@ -234,6 +244,12 @@ class Conductor:
         step.until = until
         for rank in step.task.ranks:
             self._ran[rank] = seq
+
+    def _is_short(self, step: Step) -> bool:
+        """Whether all of a step probably is a quantum, as other short ones have shown."""
+        rows = step.task.rows
+        known = 0 < rows <= SHORT_ROWS and self._row_ns
+        return not step.until and bool(known) and rows * self._row_ns <= self._quantum_ns
 
     def _lease(self) -> bool:
         """Give the stream a lease that has waited longest of those that may have one; whether there

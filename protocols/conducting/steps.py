@@ -20,6 +20,8 @@ class StepTask:
     """The last point of its exchange program; reaching it ends the step."""
     sequences: tuple[int, ...]
     """Those that it computes; none in a step that moves KV."""
+    rows: int = 0
+    """Tokens that it computes; 0 if that tells nothing of how long it takes."""
     owner: int
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from itertools import pairwise
 from random import Random
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.conductor import SHORT_ROWS, Conductor, StepTask
 from csps.protocols.errors import ProtocolError
 from csps.protocols.log_entries import (
     Abort,
@@ -338,6 +339,32 @@ def test_the_last_row_leaves_without_a_lease() -> None:
     desk.cancel(0)
     assert desk.ops() == [Change(0, 2, (), (0,))]
     assert desk.ops() == []
+
+
+def test_a_step_as_short_as_others_before_is_one_quantum() -> None:
+    """Nobody knows before the first one, and of long ones attention takes most of the time."""
+    desk = Desk(1)
+    begins = []
+    for number, rows in enumerate((100, 120, 3 * SHORT_ROWS, 100)):
+        desk.submit(
+            StepTask(
+                id=number,
+                ranks=(0,),
+                urgent=False,
+                parts=8,
+                sequences=(number,),
+                rows=rows,
+                owner=OWNER,
+            )
+        )
+        desk.prepared(number, 0)
+        runs = deque(desk.entries())
+        begins.append(runs[0].op.until)
+        while runs:
+            entry = runs.popleft()
+            desk.ran(0, entry.seq, number, entry.op.until, 100, entry.op.until == 8)
+            runs.extend(desk.entries())
+    assert begins == [1, 8, 1, 8]
 
 
 def test_what_was_given_up_before_it_joined_does_not_join() -> None:
