@@ -113,6 +113,16 @@ class RankConfig:
     quantum_ms: float = 50.0
     """About how long a step computes before something else may have the rank."""
 
+    @property
+    def may_prefill(self) -> bool:
+        """It runs steps."""
+        return self.role != "decode"
+
+    @property
+    def may_decode(self) -> bool:
+        """It has a stream."""
+        return self.role != "prefill"
+
 
 class Rank:
     """A rank from `start` to `close`."""
@@ -184,9 +194,8 @@ class Rank:
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)
         self._log = self._join_log(store)
-        self._loop = EngineLoop(
-            self.engine, self._notify, self._log, in_place=config.role == "elastic"
-        )
+        in_place = config.may_prefill and config.may_decode
+        self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
         if isinstance(self._log, ConductorEnd):
             self._spawn("conductor", self._log.run)
         self._spawn("engine", self._loop.run)
@@ -204,7 +213,7 @@ class Rank:
             )
             return MemberEnd(connection)
         conductor = Conductor(config.world_size, int(config.quantum_ms * 1e6))
-        if config.role != "prefill":
+        if config.may_decode:
             conductor.open_stream(STREAM, tuple(range(config.world_size)))
         listener = LogListener(config.host)
         try:
@@ -388,7 +397,7 @@ class Rank:
     def _submit(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
         job = schema.unpack(PrefillJob, payload)
-        if self.config.role == "decode":
+        if not self.config.may_prefill:
             raise ProtocolError("a decode rank runs no prefill jobs")
         try:
             check_job(job, self.engine.spec)
@@ -440,7 +449,7 @@ class Rank:
         return name_digest(self._router_id)
 
     def _require_decoding(self) -> None:
-        if self.config.role == "prefill":
+        if not self.config.may_decode:
             raise ProtocolError("a prefill rank decodes nothing")
 
     def _describe(self) -> RankDescription:
@@ -498,7 +507,7 @@ class Rank:
             message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
             self._notify("link_broken", message)
 
-        if self.config.role == "prefill":
+        if not self.config.may_decode:
             self._sender = KvSender(
                 connection,
                 self.engine.pool,
@@ -528,7 +537,7 @@ class Rank:
             join_store(StoreAddress(message.store_host, message.store_port)),
             message,
             rank=self.config.rank,
-            is_decode=self.config.role != "prefill",
+            is_decode=self.config.may_decode,
             host=self.config.host,
         )
 
