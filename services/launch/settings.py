@@ -214,6 +214,9 @@ class Settings(Section):
     served_model_name: str | None = None
     """Name in the API; None takes the directory's name."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    quantum_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 50.0
+    """About how long a rank computes a step of prefill before it does something else that waits:
+    an urgent step, or an iteration of the answers that are drawn there."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     host: str = "auto"
     """Interface that ranks listen on; `auto` takes the address that Ray knows the node by."""

@@ -186,6 +186,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             max_positions=settings.max_positions,
             kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
             kv_checksum=settings.kv_transfer.checksum,
+            quantum_ms=settings.quantum_ms,
         )
         for rank in range(section.ranks)
     ]

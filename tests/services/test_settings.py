@@ -22,6 +22,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ({"prefill": {"instances": "two"}}, "prefill.instances: Input should be a valid integer"),
         ({"decode": {"instances": 0}}, "decode.instances: Input should be greater than or equal"),
         ({"dtype": "f32"}, "dtype: Input should be 'float32'"),
+        ({"quantum_ms": 0}, "quantum_ms: Input should be greater than 0"),
         ({"telemetry": {"sample": 2}}, "telemetry.sample: Input should be less than or equal"),
         ({"telemetry": {"timeline_sample": -1}}, "telemetry.timeline_sample: Input should"),
         ({"topology": {"prefill": ["0-0-0"]}}, "1 locations for a gang of 2 ranks; allowed is one"),
