@@ -1,4 +1,4 @@
-"""A word now and then that a prefill rank gets on, so that its silence means that it hangs."""
+"""A word now and then that a rank gets on with prompts, so that its silence means that it hangs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ there is anything to tell is not cut short: the router's deadline is far longer.
 
 
 class ProgressReport:
-    """Told of every step, tells the router of some. Any thread may; two at once may both tell, and
-    count as one."""
+    """Told of every part of a step and every piece that rides, tells the router of some. Any thread
+    may; two at once may both tell, and count as one."""
 
     def __init__(self, notify: Notify, *, rank: int) -> None:
         self._notify = notify
@@ -22,7 +22,7 @@ class ProgressReport:
         self._told = 0.0
 
     def step(self) -> None:
-        """A part of a step is computed, or sent."""
+        """A part of a step is computed, or sent, or a piece of a prompt that rides."""
         now = time.monotonic()
         if now - self._told >= REPORT_S:
             self._told = now

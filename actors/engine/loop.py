@@ -275,6 +275,8 @@ class EngineLoop:
         with self._engine.mesh.lane(Lane.STREAM):
             for _ in range(lease.n):
                 finished += self.stream.iterate()
+                if self.stream.rides:
+                    self._progress.step()
         if self._engine.tp_rank == 0 and (finished or self._engine.instance == 0):
             taken_ns = time.monotonic_ns() - begin
             rank = self._engine.rank

@@ -78,6 +78,8 @@ class Stream:
         """Of the last iteration."""
         self._same_for = 0
         """Iterations of which it is the batch as well: rows only decode, and none is at its end."""
+        self.rides = False
+        """The last iteration had prompts to compute, of which nobody hears by tokens."""
         self.iterations = 0
         self.iterating_s = 0.0
         self._busy_since: float | None = None
@@ -245,7 +247,8 @@ class Stream:
         states = [row.state for row in self._rows]
         self._lengths = fill(states, self._budget)
         self._batch = batch_of(self._engine, self._rows, self._lengths)
-        if not any(it.next < it.prompt for it in states):
+        self.rides = any(it.next < it.prompt for it in states)
+        if not self.rides:
             left = (it.stop - it.next for it in states if it.next < it.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 from gang_cell import Request, even_shares, job_of, prompt_of
-from gang_threads import thread_cell
+from gang_threads import elastic_cell, thread_cell
+from riders import reserve_riding, ride
 
 from csps.actors import progress_report
 from csps.actors.progress_report import REPORT_S, ProgressReport
@@ -39,3 +40,18 @@ async def test_every_rank_of_a_group_speaks_at_every_layer(
         layers = cell.prefill_gang.ranks[0].engine.spec.layers
         assert min(spoken[0], spoken[2]) >= layers
         assert spoken[1] == 0
+
+
+async def test_every_rank_speaks_while_a_prompt_rides(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are no tokens yet that would tell."""
+    monkeypatch.setattr(progress_report, "REPORT_S", 0.0)
+    async with elastic_cell(tiny_llama, 2) as cell:
+        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        await reserve_riding(cell, request)
+        ride(cell, request, budget=4)
+        await cell.until(lambda: cell.finished(1))
+        await cell.freed(1)
+        spoken = [len(cell.about(PrefillProgress, rank=rank)) for rank in range(2)]
+        assert spoken == [40 // 4] * 2, "once for every piece"

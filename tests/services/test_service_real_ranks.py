@@ -22,7 +22,7 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Sampling
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
-from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.attachment import PAIR, Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import CostBook
@@ -42,11 +42,13 @@ class Cell:
     service: RequestService
     stack: AsyncExitStack
     """Ends the gangs."""
+    instances: int
+    tp: int
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
 
     async def start_gang(self, role: GangRole, in_processes: Sequence[int] = ()) -> None:
         """Start a gang, in the place of the one before it if there was one."""
-        plan = GangPlan(model_dir=str(self.model), role=role, instances=2)
+        plan = GangPlan(model_dir=str(self.model), role=role, instances=self.instances, tp=self.tp)
         self.gangs[role] = await self.stack.enter_async_context(thread_gang(plan, in_processes))
 
     def publish(self) -> None:
@@ -89,8 +91,9 @@ async def by_rules(questions: StrategyQuestions) -> StrategyChoices:
     return StrategyRules(SHAPE).answer(questions)
 
 
-ROLES: tuple[GangRole, ...] = ("prefill", "decode")
+ELASTIC: tuple[GangRole, ...] = ("elastic",)
 POLICIES: dict[str, dict[str, Any]] = {
+    "chunked_prefill": {"token_budget": 64, "max_batch": 32, "spread_tokens": 256},
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
 }
@@ -98,23 +101,35 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @asynccontextmanager
 async def real_cell(
-    model: Path, policy: str = "csps", *, mortal: GangRole | None = None
+    model: Path,
+    policy: str = "csps",
+    *,
+    roles: Sequence[GangRole] = PAIR,
+    instances: int = 2,
+    tp: int = 1,
+    mortal: GangRole | None = None,
 ) -> AsyncIterator[Cell]:
-    """Two prefill and two decode ranks, linked.
+    """Two prefill and two decode ranks, linked; or other gangs.
 
     Args:
         mortal: role of the gang whose rank 1 is a process.
     """
     directory = StaticDirectory()
-    cluster = Cluster(directory, secret=SECRET, router_id="test", generations=MemoryGenerations())
+    cluster = Cluster(
+        directory,
+        secret=SECRET,
+        router_id="test",
+        generations=MemoryGenerations(),
+        roles=roles,
+    )
     costs = CostBook(CostTable(latencies=Unmeasured()), by_rules)
     scheduler = Scheduler(make_policy(policy, POLICIES[policy]), costs.costs)
     service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE)
     async with AsyncExitStack() as stack:
-        cell = Cell(model, directory, service, stack)
+        cell = Cell(model, directory, service, stack, instances, tp)
         stack.push_async_callback(service.close, 0.0)
         await service.start()
-        for role in ROLES:
+        for role in roles:
             await cell.start_gang(role, [1] if role == mortal else ())
         cell.publish()
         await eventually(lambda: service.ready)
@@ -126,11 +141,18 @@ async def answer(running: Running) -> list[int]:
         return [token.token async for token in running]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "gangs"),
+    [
+        *((policy, {}) for policy in POLICIES),
+        ("chunked_prefill", {"roles": ELASTIC}),
+        ("chunked_prefill", {"roles": ELASTIC, "instances": 1, "tp": 2}),
+    ],
+)
 async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(
-    tiny_llama: Path, policy: str
+    tiny_llama: Path, policy: str, gangs: dict[str, Any]
 ) -> None:
-    async with real_cell(tiny_llama, policy) as cell:
+    async with real_cell(tiny_llama, policy, **gangs) as cell:
         lengths = (600, 5, 33, 300, 17, 511)
         requests = [cell.submit(length, seed=seed) for seed, length in enumerate(lengths)]
         cancelled = cell.submit(400, max_tokens=500, seed=9)
@@ -186,7 +208,7 @@ async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_lla
         await cell.settled()
 
 
-@pytest.mark.parametrize("killed", ROLES)
+@pytest.mark.parametrize("killed", PAIR)
 async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, killed: GangRole
 ) -> None:
@@ -207,6 +229,27 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
         cell.gangs[killed].process(1).kill()
         steps.go_on.set()
         await cell.start_gang(killed)
+        cell.publish()
+        assert await asyncio.gather(*answers) == undisturbed
+        assert max(running.timings.attempts for running in requests) == 2
+        await cell.settled()
+
+
+async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(tiny_llama: Path) -> None:
+    """Some are being decoded then, some ride, some wait."""
+    async with real_cell(tiny_llama, "chunked_prefill", roles=ELASTIC, mortal="elastic") as cell:
+        wanted: list[dict[str, Any]] = [
+            {"length": 100 + 150 * n, "max_tokens": 60, "seed": n, "temperature": n % 2}
+            for n in range(8)
+        ]
+        undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
+        requests = [cell.submit(**it) for it in wanted]
+        answers = [asyncio.ensure_future(answer(running)) for running in requests]
+        await eventually(lambda: any(running.timings.tokens > 3 for running in requests))
+        assert any(running.state == "prefill" for running in requests)
+        cell.gangs["elastic"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        await cell.start_gang("elastic")
         cell.publish()
         assert await asyncio.gather(*answers) == undisturbed
         assert max(running.timings.attempts for running in requests) == 2
