@@ -1,30 +1,124 @@
-"""A cell with one elastic gang, deployed through Serve."""
+"""A cell with one elastic gang, whose iterations compute prompts in pieces, on a real Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
-from deployed import DEADLINE_S, POLL_S, deployed
+from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
+
+from csps.models.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+EXACT = {"ignore_eos": True}
+PROMPTS = [random_tokens(length, seed=length) for length in (3, 40, 700, 5_000)]
+LONG = random_tokens(20_000)
+STREAMED = 60
 
-def test_an_elastic_gang_comes_up_alone_and_is_replaced(tiny_llama: Path, tmp_path: Path) -> None:
-    elastic = {"instances": 2, "kv_slots": 4096}
+
+@contextmanager
+def elastic_server(model: Path, run_dir: Path, instances: int, tp: int) -> Iterator[Deployed]:
+    elastic = {"instances": instances, "tp": tp, "kv_slots": 32_768}
     scheduling = {"policy": "chunked_prefill", "token_budget": 128}
-    with deployed(tiny_llama, tmp_path, elastic=elastic, scheduling=scheduling) as server:
-        before = server.pids("ElasticGang")
-        assert len(before) == 2
+    with deployed(model, run_dir, elastic=elastic, scheduling=scheduling) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return make_checkpoint(path, "llama", max_position_embeddings=65_536)
+
+
+async def texts(server: Deployed, requests: list[dict[str, Any]], kill: str = "") -> list[str]:
+    """Stream all requests at once; SIGKILL a rank of this deployment when one has said a bit."""
+    begun = asyncio.Event()
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    ) as client:
+
+        async def read(fields: dict[str, Any]) -> str:
+            parts = []
+            async for chunk in await client.completions.create(
+                model=MODEL, stream=True, extra_body=EXACT, **fields
+            ):
+                parts.append(chunk.choices[0].text)
+                if len(parts) > 3:
+                    begun.set()
+            return "".join(parts)
+
+        reading = asyncio.gather(*map(read, requests))
+        if kill:
+            await asyncio.wait_for(begun.wait(), DEADLINE_S)
+            await asyncio.to_thread(server.kill_replica, kill)
+        return await reading
+
+
+def check_answers(server: Deployed, model: Path) -> None:
+    """The greedy tokens of transformers, and nothing is held afterwards."""
+    wanted = [{"prompt": it, "max_tokens": 6, "temperature": 0} for it in PROMPTS]
+    tokenizer = Tokenizer(model)
+    expected = [tokenizer.decode(reference_tokens(model, it, 6)) for it in PROMPTS]
+    assert asyncio.run(texts(server, wanted)) == expected
+    server.assert_all_slots_free()
+
+
+def test_an_elastic_gang_answers_and_outlives_its_ranks(model: Path, tmp_path: Path) -> None:
+    with elastic_server(model, tmp_path, 2, 1) as server:
+        assert len(before := server.pids("ElasticGang")) == 2
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.gauge("ready") == 1
-        server.kill_replica("ElasticGang")
-        deadline = time.monotonic() + DEADLINE_S
-        while server.gauge("gangs_lost_total") < 1:
-            assert time.monotonic() < deadline, "nobody has noticed"
-            time.sleep(POLL_S)
+        check_answers(server, model)
+        check_cancelled_riders(server)
+        wanted = [
+            {"prompt": it, "max_tokens": STREAMED, "temperature": n % 2, "seed": n}
+            for n, it in enumerate(PROMPTS)
+        ]
+        undisturbed = asyncio.run(texts(server, wanted))
+        assert asyncio.run(texts(server, wanted, "ElasticGang")) == undisturbed
+        assert server.gauge("gangs_lost_total") == 1
+        assert server.gauge("request_retries_total") > 0
+        assert server.gauge("request_failures_total") == 0
         server.wait_ready()
         assert not server.pids("ElasticGang") & before
         server.assert_all_slots_free()
+        assert server.gauge("num_requests_running") == server.gauge("kv_cache_usage_perc") == 0
+
+
+def check_cancelled_riders(server: Deployed) -> None:
+    """A client that leaves while its prompt rides, and one that leaves while it decodes."""
+    started = server.gauge("request_queue_time_seconds_count")
+    body = {"model": MODEL, "prompt": LONG, "max_tokens": 5_000, "stream": True}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as client:
+            post = client.post("/v1/completions", json=body)
+            request = asyncio.ensure_future(post)
+            decoding = {**body, "prompt": PROMPTS[0], "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=decoding) as answer:
+                await anext(answer.aiter_lines())
+                await asyncio.to_thread(
+                    server.wait_gauge, "request_queue_time_seconds_count", started + 2
+                )
+            request.cancel()
+
+    asyncio.run(leave())
+    server.assert_all_slots_free()
+    deadline = time.monotonic() + DEADLINE_S
+    while server.gauge("num_requests_running"):
+        assert time.monotonic() < deadline, "requests of clients that have left go on"
+        time.sleep(POLL_S)
+
+
+def test_an_elastic_instance_of_two_ranks_answers(model: Path, tmp_path: Path) -> None:
+    with elastic_server(model, tmp_path, 1, 2) as server:
+        check_answers(server, model)
