@@ -138,17 +138,20 @@ class KvPool:
         Raises:
             OutOfSlots: fewer slots are free than the spans have positions.
         """
-        spans = sorted((span for span in spans if span.length), key=lambda span: span.start)
-        count = sum(span.length for span in spans)
-        if not count:
+        spans = [span for span in spans if span.length]
+        if not spans:
             return
+        # Stable, because that takes no time for what is in order already.
+        positions = np.sort(np.concatenate([_positions_of(it) for it in spans]), kind="stable")
+        count = len(positions)
         with self._lock:
             if count > self.free:
                 raise OutOfSlots(needed=count, free=self.free)
             holding = self._holdings.get(rid, _Holding())
+            assert (np.diff(positions) > 0).all(), f"request {rid} asks for a position twice"
             self._assert_new(rid, holding, spans)
             runs = self._free.fewest_runs(count, after=holding.end)
-            self._enter_positions(runs, spans)
+            self._enter_positions(runs, positions)
             for run in runs:
                 self._free.remove(run)
             holding.replace_runs(self._merged(holding.runs + runs))
@@ -182,15 +185,7 @@ class KvPool:
         Slots that are freed meanwhile are nobody's until `unpin`.
         """
         with self._lock:
-            runs = self._locate(rid, span)
-            slots = np.empty(span.length, dtype=np.int64)
-            found = 0
-            for run in runs:
-                slots[self._host_positions[run.start : run.stop] - span.start] = np.arange(
-                    run.start, run.stop
-                )
-                found += len(run)
-            assert found == span.length, f"{span} is not allocated to request {rid}"
+            slots = self._slots_of(rid, span)
             self._pins[slots] += 1
             return PinnedSpan(span, slots)
 
@@ -287,13 +282,14 @@ class KvPool:
 
         Views where they lie in neighbouring slots, which mostly they do, and copies otherwise.
         """
-        first = span.start - pinned.span.start
-        slots = pinned.slots[first : first + span.length]
-        k_shd, v_shd = (it[:, heads] for it in self.layer(layer))
-        if len(runs := _runs_of(slots)) == 1:
-            return k_shd[runs[0].start : runs[0].stop], v_shd[runs[0].start : runs[0].stop]
-        slots_t = torch.from_numpy(slots).to(self.k.device)
-        return k_shd[slots_t], v_shd[slots_t]
+        return self._read_slots(layer, pinned.slots[pinned.span.rows_of(span)], heads)
+
+    def read(self, layer: int, rid: int, span: Span) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values of a span that it has written, by position; as `read_pinned`
+        does it."""
+        with self._lock:
+            slots = self._slots_of(rid, span)
+        return self._read_slots(layer, slots, ALL_HEADS)
 
     def write_slots(self, layer: int, slots_t: Tensor, k_thd: Tensor, v_thd: Tensor) -> None:
         """Stores a layer's keys and values of single tokens: one copy for a whole batch.
@@ -320,6 +316,12 @@ class KvPool:
         """Slots allocated to a request (inside `span`), in the order of `view`."""
         with self._lock:
             return list(self._locate(rid, span))
+
+    def slots(self, rid: int, span: Span) -> list[int]:
+        """Slots of the positions of a span, by position."""
+        with self._lock:
+            found: list[int] = self._slots_of(rid, span).tolist()
+        return found
 
     def tokens(self, rid: int) -> int:
         """Slots allocated to a request."""
@@ -377,8 +379,17 @@ class KvPool:
 
     def _read_kept(self, layer: int, place: KeptSpan, span: Span) -> MovableKv:
         k, v = place.read(self._k_by_layer[layer]), place.read(self._v_by_layer[layer])
-        tokens = slice(span.start - place.span.start, span.stop - place.span.start)
-        return MovableKv(span, place.heads, KeptKv(place.kept_ht, k, v).within(tokens))
+        kept = KeptKv(place.kept_ht, k, v).within(place.span.rows_of(span))
+        return MovableKv(span, place.heads, kept)
+
+    def _read_slots(
+        self, layer: int, slots: npt.NDArray[np.int64], heads: slice
+    ) -> tuple[Tensor, Tensor]:
+        k_shd, v_shd = (it[:, heads] for it in self.layer(layer))
+        if len(runs := _runs_of(slots)) == 1:
+            return k_shd[runs[0].start : runs[0].stop], v_shd[runs[0].start : runs[0].stop]
+        slots_t = torch.from_numpy(slots).to(self.k.device)
+        return k_shd[slots_t], v_shd[slots_t]
 
     def _staying(self, rid: int, span: Span) -> list[tuple[int, MovableKv]]:
         """Copies of kept tokens that must move up, because others before them are to be freed."""
@@ -388,7 +399,7 @@ class KvPool:
             for layer, places in (holding.kept.items() if holding is not None else ())
             for place in places
             if place.span.intersection(span).length
-            for side in _sides(place.span, span)
+            for side in place.span.without(span)
         ]
 
     # --- inside, under the lock ------------------------------------------------------------
@@ -401,29 +412,44 @@ class KvPool:
         if span is None:
             return holding.runs
         # Every layer asks for the same few spans.
-        runs = holding.lookups.get((span.start, span.stop))
+        runs = holding.lookups.get(span)
         if runs is None:
-            runs = [part for run in holding.runs if (part := self._inside(run, span))]
+            runs = [part for run in holding.runs for part in self._inside(run, span)]
             holding.remember(span, runs)
         return runs
 
-    def _inside(self, run: range, span: Span) -> range:
-        """The slots of a run whose positions lie in `span`: neighbours, as positions ascend."""
+    def _slots_of(self, rid: int, span: Span) -> npt.NDArray[np.int64]:
+        """By position, of a span that is allocated."""
+        slots, found = np.empty(span.length, dtype=np.int64), 0
+        for run in self._locate(rid, span):
+            rows = (self._host_positions[run.start : run.stop] - span.start) // span.step
+            slots[rows] = np.arange(run.start, run.stop)
+            found += len(run)
+        assert found == span.length, f"{span} is not allocated to request {rid}"
+        return slots
+
+    def _inside(self, run: range, span: Span) -> list[range]:
+        """The slots of a run whose positions lie in `span`: neighbours if it has all positions
+        between its first and its last one, as positions ascend."""
         held = self._host_positions[run.start : run.stop]
-        first, last = held.searchsorted((span.start, span.stop))
-        return run[int(first) : int(last)]
+        first, last = map(int, held.searchsorted((span.start, span.stop)))
+        if span.step == 1:
+            return [run[first:last]] if first < last else []
+        hits = np.flatnonzero((held[first:last] - span.start) % span.step == 0)
+        return _runs_of(hits + run.start + first)
 
     def _outside(self, run: range, span: Span) -> list[range]:
         inside = self._inside(run, span)
-        sides = range(run.start, inside.start), range(inside.stop, run.stop)
-        return [side for side in sides if side]
+        starts = (run.start, *(part.stop for part in inside))
+        stops = (*(part.start for part in inside), run.stop)
+        return [range(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
 
     def _rows_of(self, run: range, span: Span) -> slice | Tensor:
         """Which rows of a tensor over all of `span` belong into the slots of `run`."""
         first, last = (int(self._host_positions[slot]) for slot in (run.start, run.stop - 1))
-        if last - first == len(run) - 1:
-            return slice(first - span.start, last - span.start + 1)
-        return self._positions[run.start : run.stop] - span.start
+        if last - first == (len(run) - 1) * span.step:
+            return span.rows_of(Span(first, last + 1, span.step))
+        return (self._positions[run.start : run.stop] - span.start) // span.step
 
     def _held_positions(self, rid: int) -> npt.NDArray[np.int64]:
         runs = self._locate(rid, None)
@@ -431,17 +457,11 @@ class KvPool:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def _assert_new(self, rid: int, holding: _Holding, spans: Sequence[Span]) -> None:
-        starts = np.array([span.start for span in spans])
-        stops = np.array([span.stop for span in spans])
-        assert (stops[:-1] <= starts[1:]).all(), f"request {rid} asks for a position twice"
-        for run in holding.runs:
-            held = self._host_positions[run.start : run.stop]
-            empty = held.searchsorted(starts) == held.searchsorted(stops)
-            assert empty.all(), f"request {rid} allocates a position that it has"
+        had = [span for run in holding.runs for span in spans if self._inside(run, span)]
+        assert not had, f"request {rid} allocates positions that it has: {had}"
 
-    def _enter_positions(self, runs: Sequence[range], spans: Sequence[Span]) -> None:
-        """Numbers the slots of `runs`, which ascend, with the positions of `spans`, likewise."""
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+    def _enter_positions(self, runs: Sequence[range], positions: npt.NDArray[np.int64]) -> None:
+        """Numbers the slots of `runs`, which ascend, with positions that do."""
         taken = 0
         for run in runs:
             part = positions[taken : taken + len(run)]
@@ -512,7 +532,7 @@ class _Holding:
 
     runs: list[range] = field(default_factory=list)
     """Slot runs by first position; inside a run positions ascend."""
-    lookups: dict[tuple[int, int], list[range]] = field(default_factory=dict)
+    lookups: dict[Span, list[range]] = field(default_factory=dict)
     """Slot runs of the spans that were asked for lately."""
     kept: dict[int, list[KeptSpan]] = field(default_factory=dict)
     """By layer, spans of which it has kept tokens only."""
@@ -535,7 +555,7 @@ class _Holding:
     def remember(self, span: Span, runs: list[range]) -> None:
         if len(self.lookups) >= _LOOKUPS_KEPT:
             self.lookups.clear()
-        self.lookups[span.start, span.stop] = runs
+        self.lookups[span] = runs
 
 
 def _runs_of(slots: npt.NDArray[np.int64]) -> list[range]:
@@ -547,8 +567,5 @@ def _runs_of(slots: npt.NDArray[np.int64]) -> list[range]:
     return [range(a, b + 1) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
 
 
-def _sides(whole: Span, cut: Span) -> list[Span]:
-    """What a cut leaves before and behind itself."""
-    before = Span(start=whole.start, stop=max(whole.start, cut.start))
-    behind = Span(start=min(whole.stop, cut.stop), stop=whole.stop)
-    return [side for side in (before, behind) if side.length]
+def _positions_of(span: Span) -> npt.NDArray[np.int64]:
+    return np.arange(span.start, span.stop, span.step)

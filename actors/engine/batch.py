@@ -163,10 +163,9 @@ class _Builder:
         """Where a piece's keys and values go."""
         master = row.request.master
         for share in row.shares_of(span):
-            first = self._count + share.span.start - span.start
-            own = range(first, first + share.span.length)
+            own = range(self._count, self._count + span.length)[span.rows_of(share.span)]
             if share.instance == self._here:
-                slots = [s for run in self._engine.pool.runs(row.rid, share.span) for s in run]
+                slots = self._engine.pool.slots(row.rid, share.span)
                 if master == self._here:
                     self._batch.stored_rows += own
                     self._batch.stored_slots += slots
@@ -174,7 +173,7 @@ class _Builder:
                     self._batch.received.setdefault(self._peer(master), []).extend(slots)
             elif master == self._here:
                 sent = self._batch.sent.setdefault(self._peer(share.instance), [])
-                sent.append(slice(own.start, own.stop))
+                sent.append(slice(own.start, own.stop, own.step))
 
     def _asker(self, master: int) -> int | None:
         return None if master == self._here else self._peer(master)

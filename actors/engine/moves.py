@@ -104,10 +104,7 @@ class KvMover:
             self._pool.free_span(move.rid, move.span)
 
     def _read(self, layer: int, move: Move) -> Tensor:
-        runs = self._pool.view(layer, move.rid, move.span)
-        return torch.stack(
-            (torch.cat([run.k_thd for run in runs]), torch.cat([run.v_thd for run in runs]))
-        )
+        return torch.stack(self._pool.read(layer, move.rid, move.span))
 
     def _buffer(self, move: Move) -> Tensor:
         shape = (2, move.span.length, self._pool.kv_heads, self._pool.head_dim)

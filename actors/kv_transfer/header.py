@@ -32,7 +32,7 @@ class KvHeader:
     checksum: int | None = None
     """Of what follows; None if nobody is to compare it."""
 
-    WORDS = 11
+    WORDS = 12
 
     @property
     def entries(self) -> int:
@@ -46,7 +46,7 @@ class KvHeader:
 
     def pack(self) -> Tensor:
         """As int64 words, the form it travels in."""
-        numbers = (self.rid, self.layer, self.span.start, self.span.stop)
+        numbers = (self.rid, self.layer, self.span.start, self.span.stop, self.span.step)
         heads = (self.heads.start, self.heads.stop, _DTYPES.index(self.dtype))
         options = (_NONE if it is None else it for it in (self.kept, self.checksum))
         return torch.tensor((_MAGIC, self.epoch, *numbers, *heads, *options))
@@ -54,18 +54,19 @@ class KvHeader:
     @classmethod
     def unpack(cls, words: Tensor) -> KvHeader:
         """Read a header; TransferError if it is none, because the stream is out of step then."""
-        magic, epoch, rid, layer, start, stop, head, head_stop, dtype, *options = words.tolist()
-        kept, checksum = options
-        ranges = 0 <= start <= stop and 0 <= head <= head_stop
-        ranges = ranges and _NONE <= kept <= (stop - start) * (head_stop - head)
-        ranges = ranges and _NONE <= checksum < 2**32
+        magic, epoch, rid, layer, start, stop, step, head, head_stop, *options = words.tolist()
+        dtype, kept, checksum = options
+        ranges = 0 <= start <= stop and step >= 1 and 0 <= head <= head_stop
         if magic != _MAGIC or not ranges or not 0 <= dtype < len(_DTYPES):
+            raise TransferError(f"expected a KV header, got {words.tolist()}")
+        span = Span(start, stop, step)
+        if not _NONE <= kept <= span.length * (head_stop - head) or not _NONE <= checksum < 2**32:
             raise TransferError(f"expected a KV header, got {words.tolist()}")
         return cls(
             epoch=epoch,
             rid=rid,
             layer=layer,
-            span=Span(start=start, stop=stop),
+            span=span,
             heads=range(head, head_stop),
             dtype=_DTYPES[dtype],
             kept=None if kept == _NONE else kept,

@@ -95,7 +95,8 @@ class Reservation:
     def _promises(self, header: KvHeader) -> bool:
         span, heads = header.span, header.heads
         return (
-            any(own.start <= span.start < span.stop <= own.stop for own in self.spans)
+            any(own.intersection(span) == span for own in self.spans)
+            and span.length > 0
             and self.heads.start <= heads.start < heads.stop <= self.heads.stop
             and 0 <= header.layer < self.layers
         )

@@ -70,7 +70,7 @@ class KvSender:
         ready = launched_so_far(self._pool.k.device)
         pinned = delivery.pin(rid, part.span)
         for peer, span, heads in destinations_of(self.connection, self._spec, self._rank, part):
-            rows = slice(span.start - part.span.start, span.stop - part.span.start)
+            rows = part.span.rows_of(span)
             columns = slice(heads.start - self._heads.start, heads.stop - self._heads.start)
             self._queues[peer].post(
                 Sending(

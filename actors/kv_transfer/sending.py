@@ -39,15 +39,12 @@ class Sending:
         """The first so many tokens, and the others if there are any."""
         if rows >= self.span.length:
             return self, None
-        cut = self.span.start + rows
-        first, rest = Span(start=self.span.start, stop=cut), Span(start=cut, stop=self.span.stop)
         self.delivery.posted()
-        return self._within(first), self._within(rest)
+        return self._within(slice(0, rows)), self._within(slice(rows, None))
 
-    def _within(self, span: Span) -> Sending:
-        rows = slice(span.start - self.span.start, span.stop - self.span.start)
+    def _within(self, rows: slice) -> Sending:
         kept_ht = None if self.kept_ht is None else self.kept_ht[:, rows]
-        return replace(self, span=span, kept_ht=kept_ht)
+        return replace(self, span=self.span.part(rows), kept_ht=kept_ht)
 
     def row_bytes(self, pool: KvPool) -> int:
         """That a token is charged for."""

@@ -168,12 +168,15 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     prompt=prompts(),
     order=st.randoms(use_true_random=False),
     ends=st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted),
+    step=st.integers(1, 3),
 )
-def test_kept_tokens_can_move_to_another_pool(prompt: Prompt, order: Any, ends: list[int]) -> None:
+def test_kept_tokens_can_move_to_another_pool(
+    prompt: Prompt, order: Any, ends: list[int], step: int
+) -> None:
     """Any span of them; what goes and what stays is attended to as before."""
     here, there = make_pool(), make_pool()
     fill(here, prompt, order)
-    moved = span(min(ends[0], prompt.tokens), min(ends[1], prompt.tokens))
+    moved = Span(min(ends[0], prompt.tokens), min(ends[1], prompt.tokens), step)
     there.allocate(RID, [moved])
     for it in here.kept(1, RID, moved):
         there.write_kept(1, RID, it.span, it.kept, heads=it.heads)
@@ -189,8 +192,7 @@ def test_kept_tokens_can_move_to_another_pool(prompt: Prompt, order: Any, ends: 
 
 
 def _within(prompt: Prompt, moved: Span) -> Tensor:
-    positions = torch.arange(prompt.tokens)
-    return (positions >= moved.start) & (positions < moved.stop)
+    return torch.isin(torch.arange(prompt.tokens), torch.tensor(moved.positions, dtype=torch.int64))
 
 
 def _without(prompt: Prompt, moved: Span) -> Tensor:

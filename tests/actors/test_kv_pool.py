@@ -253,7 +253,12 @@ def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
 # --- any sequence ----------------------------------------------------------------------------
 
 RIDS = st.integers(0, 4)
-SPANS = st.tuples(st.integers(0, 20), st.integers(0, 9)).map(lambda s: span(s[0], sum(s)))
+SPANS = st.builds(
+    lambda start, extent, step: Span(start, start + extent, step),
+    st.integers(0, 20),
+    st.integers(0, 9),
+    st.sampled_from((1, 1, 2, 3)),
+)
 
 
 @dataclass
@@ -270,8 +275,8 @@ class Pin:
     def leaving(self) -> set[int]:
         """Slots that only the pin keeps."""
         span = self.pinned.span
-        freed = [p for p in range(span.start, span.stop) if p not in self.held]
-        return {int(self.pinned.slots[p - span.start]) for p in freed}
+        freed = [row for row, p in enumerate(span.positions) if p not in self.held]
+        return {int(self.pinned.slots[row]) for row in freed}
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -289,7 +294,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(rid=RIDS, spans=st.lists(SPANS, max_size=4))
     def allocate(self, rid: int, spans: list[Span]) -> None:
-        asked = [position for s in spans for position in range(s.start, s.stop)]
+        asked = [position for s in spans for position in s.positions]
         fits = len(asked) <= self.SLOTS - self.total() - self.leaving()
         new = len(set(asked)) == len(asked) and not self.owned.get(rid, set()) & set(asked)
         if fits and new:
@@ -302,7 +307,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def write(self, rid: int, s: Span, layer: int) -> None:
         numbers = [float(next(self.numbers)) for _ in range(s.length)]
-        positions = range(s.start, s.stop)
+        positions = s.positions
         if not self.owned.get(rid, set()).issuperset(positions):
             with pytest.raises(AssertionError):
                 self.pool.write(layer, rid, s, *rows_of(numbers))
@@ -316,7 +321,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(rid=RIDS, s=SPANS)
     def free_span(self, rid: int, s: Span) -> None:
-        gone = self.owned.get(rid, set()) & set(range(s.start, s.stop))
+        gone = self.owned.get(rid, set()) & set(s.positions)
         assert self.pool.free_span(rid, s) == len(gone)
         self.forget(rid, gone)
 
@@ -328,7 +333,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(rid=RIDS, s=SPANS)
     def pin(self, rid: int, s: Span) -> None:
-        positions = set(range(s.start, s.stop))
+        positions = set(s.positions)
         if not self.owned.get(rid, set()).issuperset(positions):
             with pytest.raises(AssertionError, match="is not allocated"):
                 self.pool.pin(rid, s)
@@ -351,7 +356,7 @@ class PoolMachine(RuleBasedStateMachine):
             heads = slice(head, KV_HEADS)
             k_thd, v_thd = self.pool.read_pinned(layer, pin.pinned, common, heads=heads)
             assert k_thd.shape == v_thd.shape == (common.length, KV_HEADS - head, HEAD_DIM)
-            for row, position in enumerate(range(common.start, common.stop)):
+            for row, position in enumerate(common.positions):
                 if (expected := pin.value.get((layer, position))) is not None:
                     assert (k_thd[row] == expected).all()
                     assert (v_thd[row] == -expected).all()
@@ -359,8 +364,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def read_span(self, rid: int, s: Span, layer: int) -> None:
         written = self.written(layer, rid)
-        expected = {p: x for p, x in written.items() if s.start <= p < s.stop}
+        expected = {p: x for p, x in written.items() if p in s.positions}
         assert contents(self.pool.view(layer, rid, s)) == expected
+        if self.owned.get(rid, set()).issuperset(s.positions):
+            k_thd, _ = self.pool.read(layer, rid, s)
+            read = dict(zip(s.positions, k_thd[:, 0, 0].tolist(), strict=True))
+            assert read | expected == read
 
     @invariant()
     def owners_match(self) -> None:

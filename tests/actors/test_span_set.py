@@ -9,14 +9,20 @@ from csps.actors.span_set import SpanSet
 from csps.protocols.messages import Span
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from((1, 1, 2, 3, 4))),
+        max_size=20,
+    )
+)
 def test_a_span_is_taken_exactly_if_all_its_positions_are_free(
-    spans: list[tuple[int, int]],
+    spans: list[tuple[int, int, int]],
 ) -> None:
     taken: set[int] = set()
     spans_taken = SpanSet()
-    for start, length in spans:
-        positions = set(range(start, start + length))
+    for start, extent, step in spans:
+        span = Span(start, start + extent, step)
+        positions = set(span.positions)
         free = taken.isdisjoint(positions)
-        assert spans_taken.add(Span(start=start, stop=start + length)) == free
+        assert spans_taken.add(span) == free
         taken |= positions if free else set()

@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
+from csps.protocols.messages import KvShare, Span
 from csps.protocols.placement import (
-    EMPTY,
-    KvSpan,
-    TokenSpan,
     contiguous,
-    on_instance,
     place,
     round_robin,
     striped,
@@ -21,7 +18,7 @@ from csps.protocols.placement import (
 )
 
 SPANS = st.builds(
-    lambda start, extent, step: TokenSpan(start, start + extent, step),
+    lambda start, extent, step: Span(start, start + extent, step),
     st.integers(0, 60),
     st.integers(0, 200),
     st.integers(1, 30),
@@ -30,34 +27,45 @@ SPANS = st.builds(
 
 @settings(max_examples=examples(1000))
 @given(SPANS, SPANS)
-def test_an_intersection_has_the_positions_of_both(a: TokenSpan, b: TokenSpan) -> None:
+def test_an_intersection_has_the_positions_of_both(a: Span, b: Span) -> None:
     both = a.intersection(b)
-    assert list(both) == sorted(set(a) & set(b))
+    assert list(both.positions) == sorted(set(a.positions) & set(b.positions))
     assert both == b.intersection(a)
-    assert len(both) == len(list(both))
+    assert both.length == len(both.positions)
+
+
+@settings(max_examples=examples(500))
+@given(SPANS, SPANS)
+def test_a_span_is_what_it_shares_with_another_and_the_rest(a: Span, b: Span) -> None:
+    common, rest = a.intersection(b), a.without(b)
+    left = sorted(chain.from_iterable(span.positions for span in rest))
+    assert left == sorted(set(a.positions) - set(b.positions))
+    for part in (common, *rest):
+        assert part.length or part is common
+        assert a.part(a.rows_of(part)) == part
+        assert list(a.positions[a.rows_of(part)]) == list(part.positions)
 
 
 @settings(max_examples=examples(300))
-@given(st.integers(0, 60), st.integers(-50, 200), st.integers(1, 30), st.integers(0, 300))
-def test_a_span_is_a_range(start: int, extent: int, step: int, position: int) -> None:
-    span, positions = TokenSpan(start, start + extent, step), range(start, start + extent, step)
-    assert list(span) == list(positions)
-    assert len(span) == len(positions)
-    assert (position in span) == (position in positions)
-    assert list(span.shifted(7)) == [p + 7 for p in positions]
+@given(st.integers(0, 60), st.integers(0, 200), st.integers(1, 30))
+def test_a_span_is_a_range(start: int, extent: int, step: int) -> None:
+    span, positions = Span(start, start + extent, step), range(start, start + extent, step)
+    assert span.positions == positions
+    assert span.length == len(positions)
+    assert list(span.shifted(7).positions) == [p + 7 for p in positions]
 
 
 def test_equal_positions_are_one_span() -> None:
-    assert TokenSpan(3, 10, 4) == TokenSpan(3, 8, 4)
-    assert TokenSpan(3, 4, 9) == TokenSpan(3, 4)
-    assert TokenSpan(5, 5) == EMPTY == TokenSpan(9, 2, 3)
+    assert Span(3, 10, 4) == Span(3, 8, 4)
+    assert Span(3, 4, 9) == Span(3, 4)
+    assert Span(5, 5) == Span(0, 0) == Span(7, 7, 3)
 
 
 def test_spans_of_a_million_tokens_intersect_without_being_listed() -> None:
-    a, b = TokenSpan(1, 10**12, 999_983), TokenSpan(5, 10**12, 1_000_003)
+    a, b = Span(1, 10**12, 999_983), Span(5, 10**12, 1_000_003)
     both = a.intersection(b)
-    assert both.step == 999_983 * 1_000_003 or len(both) <= 1
-    assert all(p in a and p in b for p in both)
+    assert both.step == 999_983 * 1_000_003 or both.length <= 1
+    assert all(p in a.positions and p in b.positions for p in both.positions)
 
 
 @settings(max_examples=examples(200))
@@ -66,9 +74,9 @@ def test_layouts_have_every_token_once(length: int, parts: int) -> None:
     bounds = [length * i // parts for i in range(parts + 1)]
     for layout in (contiguous(bounds), zigzag(length, parts), striped(length, parts)):
         assert len(layout) == parts
-        tokens = sorted(chain.from_iterable(chain.from_iterable(layout)))
+        tokens = sorted(chain.from_iterable(span.positions for spans in layout for span in spans))
         assert tokens == list(range(length))
-        assert all(span for spans in layout for span in spans)
+        assert all(span.length for spans in layout for span in spans)
 
 
 @settings(max_examples=examples(100))
@@ -76,14 +84,14 @@ def test_layouts_have_every_token_once(length: int, parts: int) -> None:
 def test_contiguous_parts_lie_between_their_bounds(bounds: list[int]) -> None:
     bounds.sort()
     for spans, (begin, end) in zip(contiguous(bounds), pairwise(bounds), strict=True):
-        assert list(chain.from_iterable(spans)) == list(range(begin, end))
+        assert [p for span in spans for p in span.positions] == list(range(begin, end))
 
 
 @settings(max_examples=examples(100))
 @given(st.integers(1, 20), st.integers(1, 9))
 def test_zigzag_shares_causal_pairs_evenly(chunk: int, parts: int) -> None:
     pairs = [
-        sum(position + 1 for span in spans for position in span)
+        sum(position + 1 for span in spans for position in span.positions)
         for spans in zigzag(chunk * 2 * parts, parts)
     ]
     assert len(set(pairs)) == 1
@@ -95,18 +103,16 @@ def test_round_robin_takes_turns(start: int, tokens: int, instances: list[int]) 
     kept = round_robin(start, start + tokens, instances)
     for position in range(start, start + tokens):
         keeper = instances[(position - start) % len(instances)]
-        assert [i for i in instances if position in kept[i]] == [keeper]
-    counts = [len(span) for span in kept.values()]
+        assert [i for i in instances if position in kept[i].positions] == [keeper]
+    counts = [span.length for span in kept.values()]
     assert sum(counts) == tokens
     assert max(counts) - min(counts) <= 1
 
 
 def test_a_layout_is_placed_on_instances() -> None:
-    placed = place(9, (4, 2), zigzag(8, 2))
-    assert placed == (
-        KvSpan(9, 4, TokenSpan(0, 2)),
-        KvSpan(9, 4, TokenSpan(6, 8)),
-        KvSpan(9, 2, TokenSpan(2, 4)),
-        KvSpan(9, 2, TokenSpan(4, 6)),
+    assert place((4, 2), zigzag(8, 2), start=3) == (
+        KvShare(instance=4, span=Span(3, 5)),
+        KvShare(instance=4, span=Span(9, 11)),
+        KvShare(instance=2, span=Span(5, 7)),
+        KvShare(instance=2, span=Span(7, 9)),
     )
-    assert on_instance(placed, 2) == placed[2:]

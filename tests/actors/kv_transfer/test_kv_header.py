@@ -25,9 +25,10 @@ from csps.protocols.messages import (
         rid=st.integers(0, 2**63 - 1),
         layer=st.integers(0, 200),
         span=st.builds(
-            lambda start, length: Span(start=start, stop=start + length),
+            lambda start, extent, step: Span(start, start + extent, step),
             st.integers(0, 2**40),
             st.integers(0, 2**40),
+            st.integers(1, 9),
         ),
         heads=st.builds(range, st.integers(0, 64), st.integers(64, 128)),
         dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16, torch.float64)),
@@ -47,7 +48,19 @@ def test_a_header_says_how_much_is_kept(kept: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("word", "value"),
-    [(0, 1), (4, 11), (4, -1), (6, 5), (8, 9), (8, -1), (9, -2), (9, 21), (10, -2), (10, 2**32)],
+    [
+        (0, 1),
+        (4, 11),
+        (4, -1),
+        (6, 0),
+        (7, 5),
+        (9, 9),
+        (9, -1),
+        (10, -2),
+        (10, 21),
+        (11, -2),
+        (11, 2**32),
+    ],
 )
 def test_what_is_no_header_is_refused(word: int, value: int) -> None:
     words = header().pack()
