@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from csps.protocols.messages import PrefillPiece, Span
+from csps.protocols.messages import PrefillJob, PrefillPiece, Span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,27 @@ class GangLayout:
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """The part of a job's piece that one member of the group computes."""
+    """A part of a job's piece that one member of the group computes."""
 
     piece: PrefillPiece
     span: Span
     """Positions in the request."""
     rows: slice
     """Rows of the member's local tensors."""
+
+
+def computed_by(job: PrefillJob, member: int) -> Iterator[LocalPiece]:
+    """What a member computes, in the order of its rows."""
+    if job.contiguous:
+        yield from local_pieces(job.pieces, job.bounds, member)
+        return
+    begin = 0
+    for piece in job.pieces:
+        for share in piece.rows:
+            if share.instance == job.group[member] and share.span.length:
+                end = begin + share.span.length
+                yield LocalPiece(piece, share.span, slice(begin, end))
+                begin = end
 
 
 def local_pieces(

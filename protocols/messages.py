@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, combinations, pairwise
 from math import gcd
 from typing import Literal
 
@@ -211,6 +211,9 @@ class PrefillPiece:
     rid: int
     start: int
     length: int
+    rows: tuple[KvShare, ...] = ()
+    """Which instance computes what, each position once, in the order of an instance's rows; empty
+    cuts at the bounds of the job. Not every strategy takes such rows."""
     history: tuple[KvShare, ...] = ()
     """Where the KV of earlier chunks lies, in any order; the slots are known to its holders."""
     placement: tuple[KvShare, ...] = ()
@@ -226,6 +229,16 @@ class PrefillPiece:
     """Tokens of the answer that an earlier attempt has drawn, int32: the last ones of what is
     prefilled. The token to draw is the next of the answer."""
 
+    def __post_init__(self) -> None:
+        if not self.rows:
+            return
+        chunk = Span(self.start, self.start + self.length)
+        spans = [it.span for it in self.rows]
+        once = not any(a.intersection(b).length for a, b in combinations(spans, 2))
+        inside = all(it.intersection(chunk) == it for it in spans)
+        if not once or not inside or sum(it.length for it in spans) != self.length:
+            raise ValueError(f"rows of request {self.rid} are not its positions {chunk}, each once")
+
     @property
     def whole(self) -> bool:
         """The chunk is all of its prompt."""
@@ -237,9 +250,10 @@ class PrefillJob:
     """`prefill`: one variable-length batch on one ordered group of instances.
 
     The pieces are laid end to end and cut at `bounds`: instance `group[i]` computes tokens
-    [bounds[i], bounds[i+1]) of the concatenation. Every rank of the gang receives every job,
-    because the order of jobs is what keeps overlapping groups from deadlocking; `tokens` holds
-    only the receiver's own share.
+    [bounds[i], bounds[i+1]) of the concatenation; or as many of all pieces, those that their
+    `rows` give it. Every rank of the gang receives every job, because the order of jobs is what
+    keeps overlapping groups from deadlocking; `tokens` holds only the receiver's own share, in the
+    order of its rows.
     """
 
     job_id: int
@@ -258,7 +272,14 @@ class PrefillJob:
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the first piece's request."""
 
+    @property
+    def contiguous(self) -> bool:
+        """Rows are cut at the bounds."""
+        return not any(piece.rows for piece in self.pieces)
+
     def __post_init__(self) -> None:
+        if not self.contiguous:
+            self._check_rows()
         if self.csa is None:
             if self.strategy in ("csa", "levels"):
                 raise ValueError(f"strategy '{self.strategy}' without a plan")
@@ -277,6 +298,17 @@ class PrefillJob:
         if self.strategy.startswith("sp_tp"):
             self._check_sp_tp(self.csa)
         self.csa.check_tokens([stop - start for start, stop in pairwise(self.bounds)])
+
+    def _check_rows(self) -> None:
+        counts = dict.fromkeys(self.group, 0)
+        for share in (share for piece in self.pieces for share in piece.rows):
+            if share.instance not in counts:
+                raise ValueError(f"instance {share.instance} has rows and is not in the group")
+            counts[share.instance] += share.span.length
+        if not all(piece.rows or not piece.length for piece in self.pieces):
+            raise ValueError("some pieces say who computes their rows, and others do not")
+        if self.bounds != (0, *accumulate(counts.values())):
+            raise ValueError(f"bounds {self.bounds} are not those of the rows, {counts}")
 
     def _check_sp_tp(self, plan: CsaPlan) -> None:
         if plan.decode_kept_only:

@@ -1,8 +1,8 @@
 """Which of a sequence's tokens lie, or are computed, on which instance.
 
 Spans have a step, so that contiguous, zigzag, striped and round-robin layouts are a few spans each,
-whatever their length. Who holds what a chunk sees, who keeps what it adds and where it is decoded
-are placements of their own, each in any layout.
+whatever their length. Who computes rows, who holds what they see and who keeps what they add are
+three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layout.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from csps.actors.layout import computed_by
 from csps.protocols import schema
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, GangRole, RankAddress
@@ -41,7 +42,10 @@ from csps.protocols.messages import (
     TokenDrawn,
     Tokens,
 )
+from csps.protocols.placement import place, striped, zigzag
 
+LAYOUTS = ("zigzag", "striped")
+"""Besides contiguous parts."""
 SECRET = b"only for tests"
 START_S = 90.0
 """For a rank to come up and to answer its first calls."""
@@ -217,7 +221,13 @@ class Cell:
         if instance not in job.group:
             return b""
         member = job.group.index(instance)
-        return tokens[job.bounds[member] : job.bounds[member + 1]].astype("<i4").tobytes()
+        starts = itertools.accumulate((piece.length for piece in job.pieces), initial=0)
+        at = {
+            piece.rid: start - piece.start for piece, start in zip(job.pieces, starts, strict=False)
+        }
+        rows = [at[it.piece.rid] + np.array(it.span.positions) for it in computed_by(job, member)]
+        own = tokens[np.concatenate(rows)] if rows else tokens[:0]
+        return own.astype("<i4").tobytes()
 
     async def prefilled(self, *job_ids: int) -> None:
         """Wait until every rank of the jobs' groups is done with them."""
@@ -346,10 +356,28 @@ def job_of(
 ) -> PrefillJob:
     """A job that the cell will number."""
     total = sum(piece.length for piece in pieces)
-    bounds = even_bounds(total, len(group)) if bounds is None else bounds
+    if bounds is None:
+        bounds = even_bounds(total, len(group))
+    if any(piece.rows for piece in pieces):
+        bounds = bounds_of_rows(pieces, group)
     return PrefillJob(
         job_id=0, group=tuple(group), bounds=tuple(bounds), pieces=tuple(pieces), **fields
     )
+
+
+def laid_out(layout: str, start: int, stop: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+    """Positions over instances in one of the layouts."""
+    cut = {"zigzag": zigzag, "striped": striped}[layout]
+    return place(instances, cut(stop - start, len(instances)), start=start)
+
+
+def bounds_of_rows(pieces: Sequence[PrefillPiece], group: Sequence[int]) -> list[int]:
+    """How many rows the members have, one after the other."""
+    counts = (
+        sum(it.span.length for piece in pieces for it in piece.rows if it.instance == instance)
+        for instance in group
+    )
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def prompt_of(length: int, seed: int = 0) -> Prompt:

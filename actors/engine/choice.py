@@ -22,18 +22,27 @@ WITH_PLAN = frozenset({"levels", "csa", "sp_tp", "sp_tp_flat"})
 """Take a `CsaPlan`; SP-TP can do without one."""
 
 
+ANY_ROWS = frozenset({"ulysses", "gathered_weights"})
+"""Need nothing of rows but their positions; the others take rows that are cut at the bounds."""
+
+
 def check_job(job: PrefillJob, spec: ModelSpec) -> None:
     """Refuse a job that `strategy_of` cannot run, when it arrives: an exception of the thread that
     runs it would take the gang along. All ranks of the gang judge alike.
 
     Raises:
-        ConfigError: an unknown strategy, a plan for one that takes none, or ratios per KV head that
-            are not those of the model.
+        ConfigError: an unknown strategy, rows that it does not take, a plan for one that takes
+            none, or ratios per KV head that are not those of the model.
     """
     known = WITHOUT_PLAN | WITH_PLAN
     if job.strategy not in known:
         hint = nearest(job.strategy, known)
         raise ConfigError(f"unknown strategy {abridged(job.strategy)}{hint}")
+    if not job.contiguous and job.strategy not in ANY_ROWS:
+        raise ConfigError(
+            f"strategy '{job.strategy}' takes contiguous rows, cut at the job's bounds; those that "
+            f"take any others are {', '.join(sorted(ANY_ROWS))}"
+        )
     if job.csa is None:
         return
     if job.strategy in WITHOUT_PLAN:

@@ -91,12 +91,10 @@ def _draw(
 def _last_rows(group: SpGroup) -> Iterator[tuple[int, int, int]]:
     """(piece index, local row at its owner, owner) of every row a token is drawn from; all members
     stand at the same layer, so they name the same."""
-    end = 0
     for index, piece in enumerate(group.job.pieces):
-        end += piece.length
         if piece.last and group.wanted(piece):
-            owner = group.owner_of_last_row(index)
-            yield index, end - 1 - group.job.bounds[owner], owner
+            owner, row = group.last_row_of(piece)
+            yield index, row, owner
 
 
 def _last_row_routes(group: SpGroup) -> tuple[QueryRoutes, dict[int | None, list[int]]]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
-from csps.actors.layout import local_pieces
 from csps.actors.mesh import Pending, Tag
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import PrefillPiece, Span
@@ -51,7 +50,7 @@ def _held(group: SpGroup, piece: PrefillPiece) -> Iterator[tuple[int, Span]]:
     for member in range(group.size):
         for span in group.history_of(piece, member):
             yield member, span
-        for part in local_pieces(group.job.pieces, group.job.bounds, member):
+        for part in group.parts[member]:
             if part.piece is piece:
                 yield member, part.span
 

@@ -97,7 +97,7 @@ class GatheredWeights(WithTransfers):
     def _attend(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
         """Attention output of own rows, all heads, in q's dtype."""
         member = self._shards.member
-        rows = self._first_exchange(index, q_shd, k_sgd, v_sgd)
+        rows = self._group.in_batch_order(self._first_exchange(index, q_shd, k_sgd, v_sgd))
         heads, kv_heads = self._split.query_count(member), self._split.key_count(member)
         attention = RowAttention(
             self._group.job.pieces,
@@ -115,7 +115,8 @@ class GatheredWeights(WithTransfers):
             self._group.points.point()
         asked.merge_into(attention.out_Thd, attention.lse_hT)
         self._group.points.close()
-        return self._second_exchange(index, attention.out_Thd.to(q_shd.dtype))
+        out_Thd = self._group.in_member_order(attention.out_Thd.to(q_shd.dtype))
+        return self._second_exchange(index, out_Thd)
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
         """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
-from csps.actors.layout import GangLayout, LocalPiece, local_pieces
+from csps.actors.layout import GangLayout, LocalPiece, computed_by
 from csps.actors.mesh import Mesh
 from csps.actors.strategies.parts import Points
 from csps.protocols.even_share import even_share
@@ -21,9 +22,10 @@ from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 class SpGroup:
     """One job's group as seen by one member.
 
-    Member i computes rows [bounds[i], bounds[i+1]) of the pieces laid end to end; a member may
-    have no rows and take part only because it holds history. Under tensor parallelism the peers
-    are the ranks of equal tp rank, each group of peers working on its own share of the heads.
+    Member i computes rows [bounds[i], bounds[i+1]) of the batch in *member order*; a member may
+    have no rows and take part only because it holds history. In *batch order* the pieces are laid
+    end to end, which is the same if the job's rows are contiguous. Under tensor parallelism the
+    peers are the ranks of equal tp rank, each group of peers working on its own share of the heads.
     """
 
     mesh: Mesh
@@ -55,7 +57,7 @@ class SpGroup:
         return (index for index in range(self.size) if index != self.member)
 
     def rows_of(self, member: int) -> slice:
-        """Rows of the concatenated batch that a member computes."""
+        """Rows that a member computes, in member order."""
         return slice(self.job.bounds[member], self.job.bounds[member + 1])
 
     @property
@@ -64,9 +66,41 @@ class SpGroup:
         return self.job.bounds[-1]
 
     @cached_property
+    def parts(self) -> tuple[tuple[LocalPiece, ...], ...]:
+        """By member, its parts of the pieces."""
+        return tuple(tuple(computed_by(self.job, member)) for member in range(self.size))
+
+    @property
     def local(self) -> tuple[LocalPiece, ...]:
         """This member's parts of the pieces."""
-        return tuple(local_pieces(self.job.pieces, self.job.bounds, self.member))
+        return self.parts[self.member]
+
+    def in_batch_order(self, x_Td: Tensor) -> Tensor:
+        """All rows, which are in member order."""
+        return x_Td if self.job.contiguous else x_Td.index_select(0, self._orders(x_Td.device)[1])
+
+    def in_member_order(self, x_Td: Tensor) -> Tensor:
+        """All rows, which are in batch order."""
+        return x_Td if self.job.contiguous else x_Td.index_select(0, self._orders(x_Td.device)[0])
+
+    def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The batch's row at each place in member order, and the other way round; moved to the
+        device once for all layers."""
+        if device not in self._order_by_device:
+            starts = accumulate((piece.length for piece in self.job.pieces), initial=0)
+            first = {it.rid: at - it.start for it, at in zip(self.job.pieces, starts, strict=False)}
+            rows = [
+                span_positions([part.span]) + first[part.piece.rid]
+                for parts in self.parts
+                for part in parts
+            ]
+            batch_T = torch.cat(rows)
+            self._order_by_device[device] = batch_T.to(device), batch_T.argsort().to(device)
+        return self._order_by_device[device]
+
+    @cached_property
+    def _order_by_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
     @cached_property
     def positions(self) -> Tensor:
@@ -77,21 +111,22 @@ class SpGroup:
         """Whether a piece's attention has to be right."""
         return piece.rid not in self.withdrawn
 
-    def owner_of_last_row(self, index: int) -> int:
-        """The member that computes the last row of piece `index`."""
-        last = sum(piece.length for piece in self.job.pieces[: index + 1]) - 1
-        return next(m for m in range(self.size) if last < self.job.bounds[m + 1])
+    def last_row_of(self, piece: PrefillPiece) -> tuple[int, int]:
+        """Which member computes a piece's last position, and in which of its rows."""
+        last = Span(piece.start + piece.length - 1, piece.start + piece.length)
+        return next(
+            (member, part.rows.start + part.span.rows_of(last).start)
+            for member, parts in enumerate(self.parts)
+            for part in parts
+            if part.piece is piece and part.span.intersection(last).length
+        )
 
     def holders_of(self, piece: PrefillPiece) -> list[int]:
         """Members that hold KV of a piece: computed in this job, or as history."""
         return [
             member
-            for member in range(self.size)
-            if self.history_of(piece, member)
-            or any(
-                part.piece is piece
-                for part in local_pieces(self.job.pieces, self.job.bounds, member)
-            )
+            for member, parts in enumerate(self.parts)
+            if self.history_of(piece, member) or any(part.piece is piece for part in parts)
         ]
 
     def history_of(self, piece: PrefillPiece, member: int) -> tuple[Span, ...]:
@@ -106,7 +141,7 @@ def shares_of(shares: Sequence[KvShare], instance: int) -> tuple[Span, ...]:
 
 def span_positions(spans: Sequence[Span]) -> Tensor:
     """The positions of several spans, one after the other, int64."""
-    ranges = [torch.arange(span.start, span.stop) for span in spans]
+    ranges = [torch.arange(span.start, span.stop, span.step) for span in spans]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 

@@ -78,19 +78,21 @@ class Ulysses:
     def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
         """Attention output (t, h, d) of this member's rows, in q's dtype."""
         if self._group.size == 1:
-            return self._batch_attention(layer, q_thd, k_thd, v_thd)
+            batch = map(self._group.in_batch_order, (q_thd, k_thd, v_thd))
+            return self._group.in_member_order(self._batch_attention(layer, *batch))
         timeline = self._group.clock.timeline
         rows, first = self._first_exchange(q_thd, k_thd, v_thd)
         with self._group.clock.communicating(), timeline.phase("first all-to-all", layer=layer):
             first.wait()
-        out_thd = self._batch_attention(layer, *self._parts(rows))
+        parts = self._parts(self._group.in_batch_order(rows))
+        out_thd = self._group.in_member_order(self._batch_attention(layer, *parts))
         with timeline.phase("second all-to-all", layer=layer):
             return self._second_exchange(out_thd, q_thd)
 
     def _first_exchange(
         self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor
     ) -> tuple[Tensor, Pending]:
-        """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""
+        """All rows of own heads in member order, (T, own q + 2 own kv, d), q before k before v."""
         group, own = self._group, self._group.member
         gathered = q_thd.new_empty(group.total_rows, self._width(own), q_thd.shape[-1])
         sends = [

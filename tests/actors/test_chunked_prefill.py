@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gang_cell import Prompt, Request, even_shares, job_of, prompt_of
+from gang_cell import LAYOUTS, Prompt, Request, even_shares, job_of, laid_out, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
@@ -24,6 +24,7 @@ from csps.protocols.messages import KvShare, PrefillPiece, Span
 from csps.protocols.topology import Topology
 
 NOWHERE = -1
+ANY_ROWS = ("ulysses", "gathered_weights")
 Owners = npt.NDArray[np.int64]
 
 
@@ -40,12 +41,18 @@ class Prefill:
         """Instances with KV of earlier chunks."""
         return set(self.owners[: self.done].tolist())
 
-    def piece(self, stop: int, placement: Sequence[KvShare] = (), rng: Any = None) -> PrefillPiece:
+    def piece(
+        self,
+        stop: int,
+        placement: Sequence[KvShare] = (),
+        rng: Any = None,
+        rows: Sequence[KvShare] = (),
+    ) -> PrefillPiece:
         """The next chunk; its history named in any order."""
         history = spans_of(self.owners[: self.done])
         (rng or random.Random(0)).shuffle(history)
         return self.request.piece(
-            self.done, stop, history=tuple(history), placement=tuple(placement)
+            self.done, stop, history=tuple(history), placement=tuple(placement), rows=tuple(rows)
         )
 
 
@@ -74,13 +81,13 @@ def run_job(
         for prefill, piece in zip(prefills, pieces, strict=True)
     ]
     job_id = cell.submit(job, np.concatenate(tokens))
-    rows = np.repeat(job.group, np.diff(job.bounds))
+    cut = np.repeat(job.group, np.diff(job.bounds))
     begin = 0
     for prefill, piece in zip(prefills, pieces, strict=True):
         end = piece.start + piece.length
-        prefill.owners[piece.start : end] = rows[begin : begin + piece.length]
-        for share in piece.placement:
-            prefill.owners[share.span.start : share.span.stop] = share.instance
+        prefill.owners[piece.start : end] = cut[begin : begin + piece.length]
+        for share in (*piece.rows, *piece.placement):
+            prefill.owners[share.span.positions] = share.instance
         prefill.done = end
         begin += piece.length
     return job_id
@@ -142,7 +149,7 @@ async def test_a_smaller_group_keeps_the_kv_of_a_larger_one(tiny_llama: Path) ->
     """LoongServe: scale-down placement, any token on any of those that stay."""
     async with thread_cell(tiny_llama, prefill=3, decode=2) as cell:
         (it,) = await reserved(cell, prompt_of(60))
-        odd_and_even = place(*((1 if p % 2 else 0, p, p + 1) for p in range(40)))
+        odd_and_even = laid_out("striped", 0, 40, [0, 1])
         await cell.prefilled(run_job(cell, [it], [it.piece(40, odd_and_even)], [2, 1, 0]))
         check_holdings(cell, it)
         run_job(cell, [it], [it.piece(60)], [0, 1])
@@ -216,22 +223,26 @@ def random_job(
     others = [i for i in range(instances) if i not in needed]
     group = [*needed, *rng.sample(others, rng.randint(0 if needed else 1, len(others)))]
     rng.shuffle(group)
-    pieces = []
+    pieces, anywhere = [], rng.random() < 0.4
     for it in chosen:
         stop = rng.randint(it.done + 1, len(it.request.prompt))
         placement = random_placement(rng.choice([0, it.done]), stop, group, rng)
-        pieces.append(it.piece(stop, placement if rng.random() < 0.6 else (), rng))
+        computing = rng.sample(group, rng.randint(1, len(group)))
+        rows = laid_out(rng.choice(LAYOUTS), it.done, stop, computing) if anywhere else ()
+        pieces.append(it.piece(stop, placement if rng.random() < 0.6 else (), rng, rows))
     total = sum(piece.length for piece in pieces)
     inner = sorted(rng.randint(0, total) for _ in group[1:])
     bounds = [0, *inner, total]
-    return run_job(cell, chosen, pieces, group, bounds, **random_strategy(bounds, rng))
+    strategy = random_strategy(bounds, rng)
+    if anywhere:
+        strategy = {"strategy": rng.choice(ANY_ROWS)}
+    return run_job(cell, chosen, pieces, group, bounds, **strategy)
 
 
 def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]:
     """Any that is exact, with levels and micro-partitions where it has them."""
-    without_plan = ["ulysses", "gathered_weights"]
-    strategy = rng.choice([*without_plan, "levels", "csa", "sp_tp", "sp_tp_flat"])
-    if strategy in without_plan or (strategy.startswith("sp_tp") and rng.random() < 0.5):
+    strategy = rng.choice([*ANY_ROWS, "levels", "csa", "sp_tp", "sp_tp_flat"])
+    if strategy in ANY_ROWS or (strategy.startswith("sp_tp") and rng.random() < 0.5):
         return {"strategy": strategy}
     members = len(bounds) - 1
     locations = [f"0-{member // 2}-{member % 2}" for member in range(members)]
@@ -247,5 +258,8 @@ def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]
 def random_placement(
     start: int, stop: int, group: Sequence[int], rng: random.Random
 ) -> list[KvShare]:
+    if rng.random() < 0.4:
+        keeping = rng.sample(group, rng.randint(1, len(group)))
+        return list(laid_out(rng.choice(LAYOUTS), start, stop, keeping))
     cuts = sorted({start, stop, *(rng.randint(start, stop) for _ in range(3))})
     return place(*((rng.choice(group), a, b) for a, b in itertools.pairwise(cuts)))

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of, shares_at
+from gang_cell import (
+    GREEDY,
+    LAYOUTS,
+    Request,
+    even_shares,
+    job_of,
+    laid_out,
+    prompt_of,
+    shares_at,
+)
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
@@ -25,6 +34,7 @@ from csps.actors.mesh import GroupMaker
 from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
 
 STRATEGIES = ("ulysses", "gathered_weights", "sp_tp_flat")
+ANY_ROWS = ("ulysses", "gathered_weights")
 
 
 def greedy(tokens: int) -> Sampling:
@@ -98,15 +108,21 @@ class Story:
     def __init__(self, rid: int, plan: Plan, instances: int) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed)
         holders = self.rng.sample(range(instances), self.rng.randint(1, instances))
-        cuts = sorted(self.rng.randint(0, plan.length) for _ in holders[1:])
         self.request = Request(
             rid=rid,
             prompt=prompt_of(plan.length, rid),
-            shares=shares_at([0, *cuts, plan.length], holders),
+            shares=self._shares(holders),
             master=self.rng.randrange(instances),
             sampling=greedy(plan.tokens),
         )
         self._instances = instances
+
+    def _shares(self, holders: list[int]) -> tuple[KvShare, ...]:
+        length = self.plan.length
+        if self.rng.random() < 0.5:
+            return laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
+        cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
+        return shares_at([0, *cuts, length], holders)
 
     async def begin(self, cell: ThreadCell) -> None:
         """Send all of it at once."""
@@ -126,12 +142,18 @@ class Story:
         group = list(needed | set(self.rng.sample(range(self._instances), 1)))
         self.rng.shuffle(group)
         cuts = sorted(self.rng.randint(0, stop - start) for _ in group[1:])
-        piece = self.request.piece(start, stop, history=tuple(history))
+        rows: tuple[KvShare, ...] = ()
+        strategies: tuple[str, ...] = STRATEGIES
+        if self.rng.random() < 0.5:
+            computing = self.rng.sample(group, self.rng.randint(1, len(group)))
+            rows = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
+            strategies = ANY_ROWS
+        piece = self.request.piece(start, stop, history=tuple(history), rows=rows)
         job = job_of(
             [piece],
             group,
             [0, *cuts, stop - start],
-            strategy=self.rng.choice(STRATEGIES),
+            strategy=self.rng.choice(strategies),
             urgent=self.plan.urgent,
         )
         cell.submit(job, self.request.prompt[start:stop])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
+import torch
+from gang_cell import LAYOUTS, job_of, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
+from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout, local_pieces
-from csps.actors.strategies.group import HeadSplit
-from csps.protocols.messages import PrefillPiece
+from csps.actors.strategies.group import HeadSplit, SpGroup
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
 
 @given(instances=st.integers(1, 5), tp=st.integers(1, 4))
@@ -52,6 +56,57 @@ def test_local_pieces_are_a_bijection(batch: tuple[list[PrefillPiece], list[int]
             rows.update(zip(range(part.rows.start, part.rows.stop), tokens, strict=True))
         assert [rows[row] for row in range(end - begin)] == laid_out[begin:end]
         assert len(rows) == end - begin
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4),
+    st.permutations(range(4)),
+    st.data(),
+)
+def test_rows_in_any_layout_are_one_members_each(
+    chunks: list[tuple[int, int]], group: list[int], data: st.DataObject
+) -> None:
+    """Against the members' positions, piece by piece; the two orders undo each other."""
+    pieces = []
+    for rid, (start, length) in enumerate(chunks):
+        computing = group[: data.draw(st.integers(1, 4))]
+        rows = laid_out(data.draw(st.sampled_from(LAYOUTS)), start, start + length, computing)
+        pieces.append(PrefillPiece(rid=rid, start=start, length=length, rows=rows))
+    job, layout = job_of(pieces, group), GangLayout(world_size=4, tp=1)
+    groups = [SpGroup(cast(Any, None), layout, job, member, JobClock()) for member in range(4)]
+    tokens = [(it.rid, it.start + i) for it in pieces for i in range(it.length)]
+    in_batch_T = torch.arange(len(tokens))
+    in_turn_T = groups[0].in_member_order(in_batch_T)
+    assert torch.equal(groups[0].in_batch_order(in_turn_T), in_batch_T)
+    for instance, it in zip(group, groups, strict=True):
+        own = [
+            (piece.rid, position)
+            for piece in pieces
+            for share in piece.rows
+            if share.instance == instance
+            for position in share.span.positions
+        ]
+        assert [tokens[at] for at in in_turn_T[it.rows_of(it.member)].tolist()] == own
+        assert it.positions.tolist() == [position for _, position in own]
+        for piece in pieces:
+            member, row = it.last_row_of(piece)
+            begin = job.bounds[member]
+            assert tokens[in_turn_T[begin + row]] == (piece.rid, piece.start + piece.length - 1)
+
+
+@pytest.mark.parametrize("rows", [[(0, 0, 3)], [(0, 0, 3), (1, 2, 4)], [(0, 0, 3), (1, 4, 5)]])
+def test_rows_that_miss_or_repeat_positions_are_refused(rows: list[tuple[int, int, int]]) -> None:
+    shares = tuple(KvShare(instance=i, span=Span(start, stop)) for i, start, stop in rows)
+    with pytest.raises(ValueError, match="each once"):
+        PrefillPiece(rid=1, start=0, length=4, rows=shares)
+
+
+def test_bounds_that_are_not_those_of_the_rows_are_refused() -> None:
+    pieces = (PrefillPiece(rid=1, start=0, length=4, rows=laid_out("striped", 0, 4, [1, 0])),)
+    with pytest.raises(ValueError, match=r"bounds \(0, 1, 4\) are not those of the rows"):
+        PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 4), pieces=pieces)
+    with pytest.raises(ValueError, match="instance 1 has rows and is not in the group"):
+        PrefillJob(job_id=1, group=(0,), bounds=(0, 2), pieces=pieces)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gang_cell import GREEDY, Cell, Request, even_shares, job_of, prompt_of
+from gang_cell import GREEDY, Cell, Request, even_shares, job_of, laid_out, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 
@@ -18,6 +18,11 @@ GROUP = (0, 1)
 UNKNOWN = "unknown strategy 'ulises'; did you mean 'ulysses'?"
 NO_PLAN = "strategy 'ulysses' is exact and takes no sparse attention plan; allowed with one are csa"
 RATIOS = "3 drop ratios of one level; allowed are one for all KV heads, or 2, one per KV head"
+
+CONTIGUOUS = (
+    "takes contiguous rows, cut at the job's bounds; those that take any others are "
+    "gathered_weights, ulysses"
+)
 
 
 def request(rid: int) -> Request:
@@ -33,12 +38,15 @@ def plan(*drop_ratios: float) -> CsaPlan:
 def bad_jobs(it: Request) -> list[tuple[PrefillJob, str]]:
     """Well-formed messages that ask for what is not there, and what is said of them."""
     pieces = [it.piece()]
+    striped = [it.piece(rows=laid_out("striped", 0, 40, GROUP))]
     return [
         (job_of(pieces, GROUP, strategy="ulises"), UNKNOWN),
         (job_of(pieces, GROUP, strategy="ulysses", csa=plan(0.5)), NO_PLAN),
         (job_of(pieces, GROUP, strategy="gathered_weights", csa=plan(0.5)), "is exact and takes"),
         (job_of(pieces, GROUP, strategy="csa", csa=plan(0.5, 0.5, 0.5)), RATIOS),
         (job_of(pieces, GROUP, strategy="sp_tp", csa=plan(0.5, 0.5, 0.5)), RATIOS),
+        (job_of(striped, GROUP, strategy="csa", csa=plan(0.5)), f"strategy 'csa' {CONTIGUOUS}"),
+        (job_of(striped, GROUP, strategy="sp_tp"), f"strategy 'sp_tp' {CONTIGUOUS}"),
     ]
 
 
