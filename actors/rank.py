@@ -57,7 +57,8 @@ from csps.protocols.errors import (
     Superseded,
 )
 from csps.protocols.fence import Fence
-from csps.protocols.log_connection import LogListener, join_log
+from csps.protocols.log_connection import join_log
+from csps.protocols.log_listener import LogListener
 from csps.protocols.messages import (
     Attach,
     CancelRequest,

@@ -2,35 +2,28 @@
 
 A plain stream of frames and not a process group: an entry is sent without waiting for its receiver,
 who may compute for a long time before it reads, and reports of all ranks are waited for at once.
-Rank 0 listens; whoever connects proves that it knows the cluster secret (`rpc_handshake`) before
-anything else is read.
+Rank 0 listens (`log_listener`); the others connect, and both sides prove that they know the cluster
+secret (`rpc_handshake`) before anything else is read.
 
     frame = length (4 bytes, big-endian) | that many bytes of MessagePack
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
 
-from csps.protocols.errors import (
-    ConnectionLost,
-    CspsError,
-    DeadlineExceeded,
-    ProtocolError,
-)
-from csps.protocols.rpc_handshake import AUTHENTICATE, HELLO, ClientHandshake, ServerHandshake
+from csps.protocols.errors import ConnectionLost, ProtocolError
+from csps.protocols.rpc_handshake import AUTHENTICATE, HELLO, ClientHandshake
+from csps.protocols.rpc_wire import keep_alive
 
 LOG_VERSION = 1
 MAX_FRAME = 1 << 20
 """Bytes; entries and reports are far shorter."""
-HANDSHAKE_S = 10.0
 UNANSWERED_S = 30.0
 """Of what was sent, after which the other side's host counts as gone."""
 _HEADER = 4
@@ -41,7 +34,7 @@ class LogSocket:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(sock)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             unanswered_ms = int(UNANSWERED_S * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unanswered_ms)
@@ -111,48 +104,6 @@ class LogSocket:
         self._sock.close()
 
 
-class LogListener:
-    """Where rank 0 waits for the others of its gang."""
-
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self.port: int = self._listener.getsockname()[1]
-
-    def accept(self, ranks: range, *, secret: bytes, deadline_s: float) -> dict[int, LogSocket]:
-        """One connection to each of these ranks. Strangers are hung up on.
-
-        Raises:
-            DeadlineExceeded: not all of them came in time.
-        """
-        ends = time.monotonic() + deadline_s
-        found: dict[int, LogSocket] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while len(found) < len(ranks):
-                if not selector.select(max(0.0, ends - time.monotonic())):
-                    raise DeadlineExceeded("the other ranks at the gang's log", deadline_s)
-                self._greet(found, ranks, secret)
-        return found
-
-    def _greet(self, found: dict[int, LogSocket], ranks: range, secret: bytes) -> None:
-        connection = LogSocket(self._listener.accept()[0])
-        try:
-            connection.deadline(HANDSHAKE_S)
-            name = _admitted(connection, secret)
-            rank = int(name) if name.isdecimal() else -1
-            if rank not in ranks or rank in found:
-                raise ProtocolError(f"{name} is no rank that is waited for")
-            connection.deadline(None)
-            found[rank] = connection
-        except CspsError:
-            connection.close()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._listener.close()
-
-
 def join_log(host: str, port: int, *, rank: int, secret: bytes, deadline_s: float) -> LogSocket:
     """Connect to rank 0.
 
@@ -177,22 +128,16 @@ def join_log(host: str, port: int, *, rank: int, secret: bytes, deadline_s: floa
 
 def _call(connection: LogSocket, method: str, payload: object) -> object:
     connection.send(msgspec.msgpack.encode((method, payload)))
-    return _decoded(connection.receive())
+    return decoded(connection.receive())
 
 
-def _admitted(connection: LogSocket, secret: bytes) -> str:
-    """The peer's name, once it has proved that it knows the secret."""
-    handshake = ServerHandshake(secret, LOG_VERSION)
-    while not handshake.done:
-        call = _decoded(connection.receive())
-        if not (isinstance(call, list) and len(call) == 2 and isinstance(call[0], str)):
-            raise ProtocolError("a connection of the log starts with a handshake")
-        connection.send(msgspec.msgpack.encode(handshake.answer(*call)))
-    return handshake.name
+def decoded(frame: bytes) -> object:
+    """What a frame of the handshake says.
 
-
-def _decoded(frame: bytes) -> object:
+    Raises:
+        ProtocolError: it is none.
+    """
     try:
         return msgspec.msgpack.decode(frame)
-    except msgspec.DecodeError as exc:
+    except (ValueError, RecursionError) as exc:  # such as bad text, or lists in lists in lists
         raise ProtocolError(f"a frame of the log's handshake: {exc}") from exc

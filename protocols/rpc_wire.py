@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         # A cast, because uvloop's transports do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.high_water_bytes)
-        _keep_alive(transport.get_extra_info("socket"))
+        keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -293,7 +293,7 @@ def payload_and_meta(params: list[Any]) -> tuple[Any, dict[str, Any]]:
             raise ProtocolError("params must be [], [payload] or [payload, meta]")
 
 
-def _keep_alive(sock: socket.socket) -> None:
+def keep_alive(sock: socket.socket) -> None:
     """Notice within half a minute that the peer's machine is gone, even while nothing is sent."""
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
