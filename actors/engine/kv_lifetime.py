@@ -25,6 +25,8 @@ class KvLifetime:
         """Sequences without a step whose KV lies here."""
         self._cancelled: set[int] = set()
         """Sequences with a step that nobody wants any more."""
+        self._left: set[int] = set()
+        """Of those, which the stream has let go of."""
 
     def enter(self, job: PrefillJob) -> None:
         """A step is in line."""
@@ -50,9 +52,17 @@ class KvLifetime:
             self._kept.discard(rid)
             if self._steps[rid]:
                 self._cancelled.add(rid)
+                self._left.add(rid)
                 return False
-            del self._steps[rid]
             return True
+
+    def left(self, rid: int) -> bool:
+        """Whether the stream has let go of a sequence before its last step was over; says so
+        once."""
+        with self._lock:
+            known = rid in self._left
+            self._left.discard(rid)
+            return known
 
     def cancel_all(self) -> Set[int]:
         """Nobody wants anything; returns the sequences whose KV can go now."""

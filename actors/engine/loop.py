@@ -11,6 +11,7 @@ there, above its stack, so that a rank holds at most a long step, an urgent one 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -88,14 +89,15 @@ class EngineLoop:
         self.stream = Stream(engine, notify, self._let_go)
         self._desk = StepDesk(self._acknowledge)
         self._kv = KvLifetime()
+        self._changing = threading.Lock()
+        """Held while it is found out which sequences of a step have slots in the stream's name, and
+        while the stream lets go of some."""
         self._running: list[StepRun] = []
         """Begun and not over, each above the one before."""
         self._sender: KvSender | None = None
         self._progress = ProgressReport(notify, rank=engine.rank)
         self._leaving: set[StepRun] = set()
         """Computed, but not all of their KV has landed where it is decoded."""
-        self._let_go_early: set[int] = set()
-        """Sequences that the stream has let go of while a step still had them."""
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -108,9 +110,10 @@ class EngineLoop:
         if self._engine.instance not in job.group:
             return
         reserved: frozenset[int] = frozenset()
-        self._kv.enter(job)
-        if self._in_place:
-            job, reserved = self._kept_here(job)
+        with self._changing:
+            self._kv.enter(job)
+            if self._in_place:
+                job, reserved = self._kept_here(job)
         run = StepRun(
             self._engine,
             job,
@@ -186,7 +189,8 @@ class EngineLoop:
             case Iterate() as lease:
                 self._iterate(entry.seq, lease)
             case Change() as change:
-                self.stream.change(change)
+                with self._changing:
+                    self.stream.change(change)
             case Abort(step):
                 self._abort(step)
             case EndOwner(owner):
@@ -260,7 +264,8 @@ class EngineLoop:
     def _end_owner(self, owner: int) -> None:
         for dropped in self._desk.end_owner(owner):
             self._give_up(dropped)
-        self.stream.end_owner(owner)
+        with self._changing:
+            self.stream.end_owner(owner)
 
     def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor) -> None:
         drawn = draw_first_tokens(self._engine, run.group, x_td, q_thd, self._fail)
@@ -315,8 +320,7 @@ class EngineLoop:
     def _free(self, rids: Iterable[int]) -> None:
         for rid in rids:
             self._engine.pool.free_request(rid)
-            if rid in self._let_go_early:
-                self._let_go_early.discard(rid)
+            if self._kv.left(rid):
                 self._tell_freed(rid)
         self._desk.slots_came_back()
 
@@ -326,8 +330,6 @@ class EngineLoop:
             self._engine.pool.free_request(rid)
             self._desk.slots_came_back()
             self._tell_freed(rid)
-        else:
-            self._let_go_early.add(rid)
 
     def _tell_freed(self, rid: int) -> None:
         self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))

@@ -55,8 +55,7 @@ class StepDesk:
     def _take_slots(self) -> None:
         for number in list(self._roomless):
             run, _ = self._steps[number]
-            if run.has_room:
-                run.allocate()
+            if run.take_slots():
                 del self._roomless[number]
                 self._acknowledge(number)
 

@@ -22,6 +22,7 @@ from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.moves import KvMover
 from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout, LocalPiece
 from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup
@@ -75,6 +76,7 @@ class StepRun:
         self.group = SpGroup(engine.mesh, engine.layout, job, member, self.clock, self._points)
         self._mover = KvMover(self.group, engine.pool)
         self._takes = list(self._to_take(reserved))
+        """Slots that it needs, by sequence."""
         self.leads = engine.rank == min(ranks_of(engine.layout, job))
         """This rank reports for all members."""
         self.turn_seq = 0
@@ -84,7 +86,8 @@ class StepRun:
         self._until = 0
         self._turn_began_ns = 0
         self._to_withdraw: set[int] = set()
-        self._has_slots = False
+        self._taken: list[tuple[int, Span]] = []
+        """Of those, which it has."""
 
     def _to_take(self, reserved: Set[int]) -> Iterator[tuple[int, Span]]:
         """Of which sequences and positions this rank needs slots that it does not have: what it
@@ -106,25 +109,28 @@ class StepRun:
 
     # --- slots ---------------------------------------------------------------------------------
 
-    @property
-    def has_room(self) -> bool:
-        """Whether `allocate` would succeed now. What an earlier step of a sequence is about to move
-        away may be what this one moves back."""
+    def take_slots(self) -> bool:
+        """Take the slots of what this member computes and of what is moved to it: all or none, and
+        whether it has them. What an earlier step of a sequence is about to move away may be what
+        this one moves back."""
         pool = self._engine.pool
         needed = sum(span.length for _, span in self._takes)
-        return needed <= pool.free and not any(pool.runs(*it) for it in self._takes)
-
-    def allocate(self) -> None:
-        """Take the slots of what this member computes and of what is moved to it."""
+        if needed > pool.free or any(pool.runs(*it) for it in self._takes):
+            return False
         for rid, span in self._takes:
-            self._engine.pool.allocate(rid, [span])
-        self._has_slots = True
+            try:
+                pool.allocate(rid, [span])
+            except OutOfSlots:  # reservations take slots meanwhile
+                self.give_back()
+                return False
+            self._taken.append((rid, span))
+        return True
 
     def give_back(self) -> None:
-        """Free what `allocate` took, of a step that never begins."""
-        if self._has_slots:
-            for rid, span in self._takes:
-                self._engine.pool.free_span(rid, span)
+        """Free what `take_slots` took, of a step that does not begin."""
+        for rid, span in self._taken:
+            self._engine.pool.free_span(rid, span)
+        self._taken.clear()
 
     # --- the engine thread ---------------------------------------------------------------------
 

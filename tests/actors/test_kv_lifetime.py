@@ -75,6 +75,27 @@ def test_cancelling_everything_frees_what_no_job_needs() -> None:
     assert book.settle(waiting, cancelled=True) == [8]
 
 
+def test_a_sequence_that_the_stream_leaves_while_it_has_a_step_goes_with_it() -> None:
+    """And then it is told, once."""
+    book, first, second = KvLifetime(), job(1, 7, sent=False), job(2, 7, sent=False)
+    book.enter(first)
+    book.enter(second)
+    assert not book.leave(7)
+    assert book.settle(first, cancelled=False) == []
+    assert book.settle(second, cancelled=True) == [7]
+    assert book.left(7)
+    assert not book.left(7)
+
+
+def test_a_sequence_that_the_stream_leaves_after_its_last_step_goes_at_once() -> None:
+    book, it = KvLifetime(), job(1, 7, sent=False)
+    book.enter(it)
+    assert book.settle(it, cancelled=False) == []
+    assert book.leave(7)
+    assert not book.left(7)
+    assert book.cancel_all() == set()
+
+
 class Lifetimes(RuleBasedStateMachine):
     """Any order of events: each request's KV goes once, and never while a job has it."""
 

@@ -1,0 +1,46 @@
+"""A step's slots, beside reservations that take theirs at the same time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gang_cell import Request, even_shares, job_of, prompt_of
+from gang_threads import elastic_cell
+from greedy_reference import greedy_tokens
+
+from csps.protocols.messages import Span
+
+
+async def test_a_step_takes_all_slots_or_none(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes what was free a moment ago, between two of its sequences."""
+    async with elastic_cell(tiny_llama, 1, kv_slots=64) as cell:
+        [rank] = cell.prefill_gang.ranks
+        pool = rank.engine.pool
+        one, other = (
+            Request(rid=rid, prompt=prompt_of(20, rid), shares=even_shares(20, [0]))
+            for rid in (1, 2)
+        )
+        allocate = pool.allocate
+        thief = [Span(start=0, stop=40)]
+
+        def stolen(rid: int, spans: Any) -> None:
+            allocate(rid, spans)
+            if thief:
+                allocate(99, [thief.pop()])
+
+        monkeypatch.setattr(pool, "allocate", stolen)
+        job = job_of([one.piece(), other.piece()], [0])
+        cell.submit(job, np.concatenate([one.prompt, other.prompt]))
+        await cell.prefill.stats()
+        assert pool.used == 40, "the step holds slots while it waits for others"
+        pool.free_request(99)
+        rank.loop._desk.slots_came_back()
+        await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
+        for it in (one, other):
+            assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 1)
+        await cell.idle()
