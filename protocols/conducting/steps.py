@@ -6,7 +6,13 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+REMEMBERED = 4096
+"""Steps of which one side has heard and the other has not. What is older nobody will hear of: the
+step was given up, or its router is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +180,7 @@ class Steps:
             if not self._late[step_id]:
                 del self._late[step_id]
         else:
-            self._early.setdefault(step_id, set()).add(rank)
+            _remember(self._early, step_id, {*self._early.get(step_id, ()), rank})
 
     def start(self) -> None:
         """Start what can start. A startable step that cannot keeps younger ones of its class off
@@ -223,7 +229,7 @@ class Steps:
     def _forget(self, task: StepTask, prepared: set[int]) -> None:
         missing = len(task.ranks) - len(prepared)
         if missing:
-            self._late[task.id] = missing
+            _remember(self._late, task.id, missing)
 
     def _check_ready(self, step: Step) -> None:
         if step.ready or len(step.prepared) < len(step.task.ranks):
@@ -238,6 +244,12 @@ class Steps:
             self.wanted[rank] += change
             if step.task.urgent:
                 self._wanted_urgent[rank] += change
+
+
+def _remember(known: dict[int, T], step: int, what: T) -> None:
+    known[step] = what
+    if len(known) > REMEMBERED:
+        del known[next(iter(known))]
 
 
 def _number(step: Step) -> int:

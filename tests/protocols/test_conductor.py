@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
+from csps.protocols.conducting import steps
 from csps.protocols.conductor import SHORT_ROWS, Conductor, StepTask
 from csps.protocols.errors import ProtocolError
 from csps.protocols.log_entries import (
@@ -103,6 +104,21 @@ def test_a_step_waits_until_every_member_has_prepared_it() -> None:
     assert desk.ops() == []
     desk.prepared(1, 0)
     assert [(entry.op, ranks) for entry, ranks in desk.take()][:1] == [(Run(1, 1), (0, 2))]
+
+
+def test_steps_that_one_side_never_hears_of_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given up before all have prepared them, or their router is gone."""
+    monkeypatch.setattr(steps, "REMEMBERED", 3)
+    desk = Desk(2)
+    for number in range(10):
+        desk.step(number, 0, 1, sequences=(number,), prepared=False)
+        desk.cancel(number)
+        desk.prepared(100 + number, 0)
+    assert len(desk._steps._late) == len(desk._steps._early) == 3
+    desk.prepared(109, 1)
+    desk.take()
+    desk.step(109, 0, 1, parts=1, prepared=False)
+    assert desk.ops() == [Run(109, 1)]
 
 
 def test_a_member_may_have_prepared_before_the_step_is_submitted() -> None:
