@@ -7,9 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from csps.actors.sampling import TokenSampler
-from csps.protocols.messages import Sampling
-
-_ID_BYTES = 4
+from csps.protocols.messages import TOKEN_BYTES, Sampling
 
 
 class SamplerRequest(Protocol):
@@ -38,4 +36,4 @@ def sampler_of(request: SamplerRequest, vocab: int) -> TokenSampler:
 
 def drawn_before(drawn: bytes) -> int:
     """How many tokens of the answer an earlier attempt has drawn."""
-    return len(drawn) // _ID_BYTES
+    return len(drawn) // TOKEN_BYTES

@@ -23,6 +23,8 @@ from typing import Literal
 from csps.protocols.csa import CsaPlan
 from csps.protocols.errors import ConfigError
 
+TOKEN_BYTES = 4
+"""Of an id in a message, little-endian."""
 SCHEMA_VERSION = 3
 
 Role = Literal["prefill", "decode", "elastic"]
@@ -243,6 +245,11 @@ class PrefillPiece:
     def whole(self) -> bool:
         """The chunk is all of its prompt."""
         return self.start == 0 and self.last
+
+    @property
+    def decoded(self) -> bool:
+        """Its KV is needed after the prompt: the first token is not the answer's last."""
+        return self.sampling.max_tokens - len(self.drawn) // TOKEN_BYTES > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,7 +238,8 @@ class Cell:
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV has landed, unless its first token was the last."""
         holders = {share.instance for share in request.shares}
-        await self.told(len(holders) * self.decode.tp, KvLanded, rid=request.rid)
+        if request.piece().decoded:
+            await self.told(len(holders) * self.decode.tp, KvLanded, rid=request.rid)
         await self.until(lambda: self.tokens(request.rid))
         if self.finished(request.rid):
             self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))

@@ -245,8 +245,9 @@ class StepRun:
         that nobody wants any more, so that whatever is read there is a number."""
         for part in self.group.local:
             k, v = k_thd[part.rows], v_thd[part.rows]
-            self._engine.pool.write(index, part.piece.rid, part.span, k, v)
-            if part.piece.destinations and self.group.wanted(part.piece):
+            piece = part.piece
+            self._engine.pool.write(index, piece.rid, part.span, k, v)
+            if piece.destinations and piece.decoded and self.group.wanted(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
         self._mover.start(index)

@@ -15,7 +15,7 @@ from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy, greedy_tokens
 from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
 
-from csps.protocols.messages import Sampling
+from csps.protocols.messages import KvLanded, Sampling
 
 TOKENS = 5
 EVERYTHING = Sampling(temperature=0, max_tokens=TOKENS, logprobs=VOCAB)
@@ -183,4 +183,20 @@ async def test_requests_join_and_leave_while_others_decode(tiny_llama: Path) -> 
         for rid, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), length)
         await cell.freed(*range(4))
+        cell.check_idle()
+
+
+async def test_kv_that_nobody_decodes_is_not_sent(tiny_llama: Path) -> None:
+    """The first token is the last one."""
+    async with thread_cell(tiny_llama, prefill=2, decode=1) as cell:
+        one = Sampling(temperature=0, max_tokens=1)
+        request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0]), sampling=one)
+        await cell.reserve(request)
+        job_id = cell.submit(job_of([request.piece()], [0, 1]), request.prompt)
+        await cell.prefilled(job_id)
+        assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 1)
+        assert cell.finished(1)
+        cell.cancel(1)
+        await cell.freed(1)
+        assert not cell.about(KvLanded)
         cell.check_idle()
