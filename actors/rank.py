@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ CATCH_UP_S = 0.05
 """For reading what a holder has sent that seems silent: it may be this process that stood still."""
 LOOP_END_S = 2.0
 """For the loop to end by itself when a rank closes; then its peers are cut off."""
+THREADS_END_S = 5.0
+"""For all threads to end that have waited for peers."""
 STREAM = 0
 """The one stream of a gang that may decode."""
 
@@ -275,11 +277,12 @@ class Rank:
         self._closing = True
         if isinstance(self._log, ConductorEnd):
             self._log.tell(Conductor.shutdown)
-        deadline = time.monotonic() + LOOP_END_S
-        for thread in self._threads:
-            if thread.name != "conductor":
-                thread.join(max(0.0, deadline - time.monotonic()))
+        _join([it for it in self._threads if it.name == "engine"], LOOP_END_S)
+        ends = [it for it in (self._sender, self._receiver) if it is not None]
         self._leave_groups()
+        # Who comes back from a wait inside torch when the interpreter has ended brings the process
+        # down.
+        _join([*self._threads, *(thread for end in ends for thread in end.threads)], THREADS_END_S)
         self._rpc.close()
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
@@ -312,9 +315,9 @@ class Rank:
             self._router.end(ConnectionLost(f"rank {self.config.rank} is broken"))
 
     def _leave_groups(self) -> None:
-        self._leave_connection()
         if self._log is not None:
-            self._log.close()
+            self._log.close()  # first: it tells the other ranks at once
+        self._leave_connection()
         for group in self._groups:
             group.close()
 
@@ -560,3 +563,10 @@ class Rank:
     def _tell_router(self, method: str, message: Any) -> None:
         if self._router is not None and not self._router.closed.done():
             self._router.notify(method, schema.pack(message))
+
+
+def _join(threads: Iterable[threading.Thread], seconds: float) -> None:
+    """Wait for threads to end, so long for all of them together."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -305,6 +306,14 @@ def pair(spec: ModelSpec) -> Iterator[tuple[KvConnection, Receiver]]:
     finally:
         receiver.end.close()
         starts[0].close()
+        ended(receiver.end.threads)
+
+
+def ended(threads: Sequence[threading.Thread]) -> None:
+    """Wait for threads that have nothing left to wait for."""
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 def body(it: KvHeader) -> KvBody:

@@ -120,15 +120,16 @@ class ConductorEnd:
     def _conduct(self) -> None:
         while self._events:
             self._events.popleft()(self._conductor)
-        frames: dict[int, list[Entry]] = {}
+        by_rank: dict[int, list[Entry]] = {}
         for entry, ranks in self._conductor.take():
             for rank in ranks:
-                if rank == 0:
-                    self._own.put(entry)
-                else:
-                    frames.setdefault(rank, []).append(entry)
-        for rank, entries in frames.items():
+                by_rank.setdefault(rank, []).append(entry)
+        # This rank last: once it has read the last entry, it hangs up on the others.
+        own = by_rank.pop(0, [])
+        for rank, entries in by_rank.items():
             self._members[rank].send(pack_entries(entries))
+        for entry in own:
+            self._own.put(entry)
 
     def close(self) -> None:
         with self._awake:

@@ -52,13 +52,13 @@ class KvReceiver:
         self._window = in_flight_bytes // len(connection.prefill_peers)
         self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
         self._on_lost, self._on_broken = on_lost, on_broken
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=self._receive, args=(peer,), name=f"kv-from-{peer}", daemon=True
             )
             for peer in connection.prefill_peers
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def close(self) -> None:

@@ -69,7 +69,8 @@ class SendQueue:
         self._beat_at = 0.0
         self._staging = Staging(pool.k.device)
         name = f"kv-to-{peer - connection.decode_peers.start}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     def post(self, sending: Sending) -> None:
         """Send it when its turn comes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
@@ -57,6 +58,11 @@ class KvSender:
             )
             for peer in connection.decode_peers
         }
+
+    @property
+    def threads(self) -> list[threading.Thread]:
+        """They end when the connection does."""
+        return [queue.thread for queue in self._queues.values()]
 
     def post(
         self, delivery: Delivery, layer: int, part: LocalPiece, kept_ht: Tensor | None = None

@@ -63,6 +63,19 @@ def test_closing_ends_all_threads(tiny_llama: Path) -> None:
     rank.check_health()  # it was asked to
 
 
+async def test_closing_ends_who_waits_for_kv_or_for_its_peers(tiny_llama: Path) -> None:
+    """Also in the middle of a step whose other half nobody computes."""
+    before = set(threading.enumerate())
+    async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
+        it = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0, 1]))
+        await cell.reserve(it)
+        cell.submit(job_of([it.piece()], [0, 1]), it.prompt, ranks=[0])
+        await cell.prefill.stats()
+    kinds = ("kv-", "engine", "conductor", "rpc")
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(kinds)]
+    assert not set(left) - before
+
+
 async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         for rank in (*cell.prefill_gang.ranks, *cell.decode_gang.ranks):

@@ -16,12 +16,12 @@ from kv_ends import (
     LAYERS,
     NEXT_RID,
     RID,
-    WAIT_S,
     Receiver,
     Shape,
     Source,
     body,
     connections,
+    ended,
     header,
     pair,
     reservation,
@@ -326,9 +326,7 @@ def test_a_receiver_that_fails_by_itself_breaks_the_rank(spec: ModelSpec, fails:
 def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> None:
     with pair(spec) as (connection, receiver):
         connection.close()
-        for thread in receiver.end._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        ended(receiver.end.threads)
         assert receiver.report().startswith("prefill rank 0: ")
         assert receiver.reports.empty()
 
@@ -344,7 +342,5 @@ def test_a_peer_that_falls_silent_is_reported(
 def test_closing_ends_the_receivers(spec: ModelSpec) -> None:
     with pair(spec) as (_, receiver):
         receiver.end.close()
-        for thread in receiver.end._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        ended(receiver.end.threads)
         assert receiver.reports.empty()

@@ -24,6 +24,7 @@ from kv_ends import (
     Shape,
     Source,
     connections,
+    ended,
 )
 from property_examples import examples
 from torch import Tensor
@@ -76,6 +77,7 @@ def sending(
         source.sender.close()
         for end in ends:
             end.close()
+        ended(source.sender.threads)
 
 
 class SlowReceiver:
