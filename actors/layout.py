@@ -53,6 +53,11 @@ class LocalPiece:
     rows: slice
     """Rows of the member's local tensors."""
 
+    def within(self, span: Span) -> LocalPiece:
+        """Some of its positions."""
+        rows = range(self.rows.start, self.rows.stop, self.rows.step or 1)[self.span.rows_of(span)]
+        return LocalPiece(self.piece, span, slice(rows.start, rows.stop, rows.step))
+
 
 def computed_by(job: PrefillJob, member: int) -> Iterator[LocalPiece]:
     """What a member computes, in the order of its rows."""

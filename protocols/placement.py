@@ -7,7 +7,7 @@ three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from csps.protocols.messages import KvShare, Span
@@ -55,6 +55,14 @@ def place(
         for instance, spans in zip(instances, layout, strict=True)
         for span in spans
     )
+
+
+def rest_of(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
+    """Positions that none of the others has."""
+    rest: tuple[Span, ...] = (span,)
+    for other in others:
+        rest = tuple(part for it in rest for part in it.without(other))
+    return rest
 
 
 def _spans(*spans: Span) -> tuple[Span, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -76,6 +76,10 @@ class RankResult:
     """Per layer, as the strategy gave them to the pool."""
     values: list[Tensor]
     clock: JobClock
+    others: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer and member, keys and values of the member's rows that came by."""
+    offered: dict[int, set[int]] = field(default_factory=dict)
+    """By layer, members whose KV was to come by."""
 
 
 class StrategyRanks:
@@ -133,8 +137,20 @@ class StrategyRanks:
         group = SpGroup(engine.mesh, engine.layout, job, member, clock, points, set(withdrawn))
         network, result = engine.network, RankResult(torch.empty(0), [], [], clock)
 
-        def keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
+        def keep(
+            index: int,
+            k_thd: Tensor,
+            v_thd: Tensor,
+            kept_ht: Tensor | None = None,
+            /,
+            *,
+            member: int | None = None,
+        ) -> None:
             assert kept_ht is None, "decode was to see all"
+            if member is not None:
+                assert (index, member) not in result.others, "others' KV came twice"
+                result.others[index, member] = k_thd, v_thd
+                return
             assert index == len(result.keys), "the layer's KV came twice, or another layer's"
             result.keys.append(k_thd)
             result.values.append(v_thd)
@@ -145,6 +161,7 @@ class StrategyRanks:
             for index, layer in enumerate(network.layers):
                 group.points.begin_layer(index)
                 x_td = layer.mlp(strategy.attend_layer(index, layer, x_td, rotary, keep))
+                result.offered[index] = set(strategy.offered(index, member))
         return replace(result, x_td=x_td)
 
     def _tokens(self, group: SpGroup) -> Tensor:
@@ -173,6 +190,12 @@ class StrategyRanks:
                 values = self._concatenated(job, [forward.values[index] for forward in forwards])
                 assert_near(result.keys[index], keys[rows, heads])
                 assert_near(result.values[index], values[rows, heads])
+                came = {other for at, other in result.others if at == index}
+                assert came == result.offered[index]
+                for other in came:
+                    theirs = slice(job.bounds[other], job.bounds[other + 1])
+                    assert_near(result.others[index, other][0], keys[theirs, heads])
+                    assert_near(result.others[index, other][1], values[theirs, heads])
 
     def _concatenated(self, job: PrefillJob, prompts: Sequence[Tensor]) -> Tensor:
         pieces = zip(job.pieces, prompts, strict=True)

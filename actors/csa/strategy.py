@@ -20,7 +20,7 @@ the attention to the chunk: history gets its share of each query, but takes no p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -93,6 +93,10 @@ class Csa(WithTransfers):
             begin=through(self._transfers),
         )
         self._timeline = group.clock.timeline
+
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: members see kept tokens only, and of a share of the heads."""
+        return ()
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep

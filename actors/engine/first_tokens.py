@@ -18,15 +18,20 @@ from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.kernels.attention import attention
+from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError
 from csps.protocols.messages import PrefillPiece, TokenDrawn
 
 Fail = Callable[[int, CspsError], None]
 """(sequence, why it cannot go on)"""
+LooseKv = dict[int, tuple[Tensor, Tensor]]
+"""By sequence, keys and values of the last layer that are in no pool: they are kept elsewhere, and
+are on their way there."""
 
 
 def draw_first_tokens(
-    engine: Engine, group: SpGroup, x_td: Tensor, q_thd: Tensor, fail: Fail
+    engine: Engine, group: SpGroup, x_td: Tensor, q_thd: Tensor, loose: LooseKv, fail: Fail
 ) -> list[TokenDrawn]:
     """Tokens that this rank draws, by a step that is about to end.
 
@@ -34,12 +39,13 @@ def draw_first_tokens(
 
     Args:
         x_td: the residual stream of own rows, at the last layer.
-        q_thd: their queries there; all KV is in the pools.
+        q_thd: their queries there.
+        loose: KV of own rows there; all other KV is in the pools.
         fail: told of sequences whose token cannot be drawn.
     """
     own = [(piece, row) for piece, row, owner in _last_rows(group) if owner == group.member]
     rows = [row for _, row in own]
-    out_thd = _last_attention(engine, group, q_thd[rows])
+    out_thd = _last_attention(engine, group, q_thd[rows], loose)
     if not own:
         return []
     x_td = engine.network.layers[-1].finish(x_td[rows], out_thd.to(q_thd.dtype))
@@ -49,7 +55,7 @@ def draw_first_tokens(
     return _draw(engine, [group.job.pieces[index] for index, _ in own], logits_tv, fail)
 
 
-def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor) -> Tensor:
+def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseKv) -> Tensor:
     """Attention of the own last rows over KV wherever in the group it lies."""
     last_layer = engine.spec.layers - 1
     routes, pieces = _last_row_routes(group)
@@ -57,7 +63,12 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor) -> Tensor:
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
         rids = [group.job.pieces[index].rid for index in pieces[peer]]
         held = [RequestSlots(engine.pool, rid, [last_layer]) for rid in rids]
-        return engine.attend_rows(last_layer, q_rhd, HeldRows(held))
+        out_rhd, lse_rh = engine.attend_rows(last_layer, q_rhd, HeldRows(held))
+        for row, rid in enumerate(rids):
+            if rid in loose:
+                seen = _all_seen(engine, q_rhd[row : row + 1], *loose[rid])
+                merge_into(out_rhd[row : row + 1], lse_rh[row, :, None], *seen)
+        return out_rhd, lse_rh
 
     return exchange_queries(
         q_thd,
@@ -66,6 +77,11 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor) -> Tensor:
         partial=partial,
         tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
     )
+
+
+def _all_seen(engine: Engine, q_rhd: Tensor, k_nhd: Tensor, v_nhd: Tensor) -> tuple[Tensor, Tensor]:
+    scale = engine.spec.scale
+    return attention(q_rhd, k_nhd, v_nhd, q_positions=None, k_positions=None, scale=scale)
 
 
 def _draw(

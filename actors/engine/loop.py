@@ -23,7 +23,7 @@ from torch import Tensor
 
 from csps.actors.announce import Notify, request_failed
 from csps.actors.engine.engine import Engine
-from csps.actors.engine.first_tokens import draw_first_tokens
+from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
 from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.step_desk import StepDesk
@@ -267,8 +267,8 @@ class EngineLoop:
         with self._changing:
             self.stream.end_owner(owner)
 
-    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor) -> None:
-        drawn = draw_first_tokens(self._engine, run.group, x_td, q_thd, self._fail)
+    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor, loose: LooseKv) -> None:
+        drawn = draw_first_tokens(self._engine, run.group, x_td, q_thd, loose, self._fail)
         if drawn:
             self._notify("tokens", Tokens.of(drawn))
 

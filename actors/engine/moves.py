@@ -7,16 +7,21 @@ KV is a member of the job's group, if need be one without rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
+from csps.actors.layout import LocalPiece
 from csps.actors.mesh import Pending, Tag
-from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.group import SpGroup, shares_of
 from csps.protocols.messages import PrefillPiece, Span
+from csps.protocols.placement import rest_of
+
+Offered = Callable[[int], Collection[int]]
+"""(member) -> other members whose rows' KV comes by it in a layer."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Move:
     span: Span
     source: int
     target: int
+    rows: slice | None
+    """Of what the source computes; None if it has held them since an earlier step."""
 
 
 def moves_of(group: SpGroup) -> list[Move]:
@@ -37,30 +44,49 @@ def moves_of(group: SpGroup) -> list[Move]:
 def _piece_moves(group: SpGroup, piece: PrefillPiece) -> Iterator[Move]:
     if not piece.placement:
         return
-    for source, span in _held(group, piece):
+    for source in range(group.size):
+        computed = [part for part in group.parts[source] if part.piece is piece]
         for share in piece.placement:
-            common = span.intersection(share.span)
             target = group.job.group.index(share.instance)
-            if common.length and target != source:
-                yield Move(piece.rid, common, source, target)
+            if target == source:
+                continue
+            for span in group.history_of(piece, source):
+                if (common := span.intersection(share.span)).length:
+                    yield Move(piece.rid, common, source, target, None)
+            for part in computed:
+                if (common := part.span.intersection(share.span)).length:
+                    yield Move(piece.rid, common, source, target, part.within(common).rows)
 
 
-def _held(group: SpGroup, piece: PrefillPiece) -> Iterator[tuple[int, Span]]:
-    """(member, span) of the piece's KV before any move: history, then what is computed now."""
-    for member in range(group.size):
-        for span in group.history_of(piece, member):
-            yield member, span
-        for part in group.parts[member]:
-            if part.piece is piece:
-                yield member, part.span
+def stored_of(group: SpGroup) -> tuple[LocalPiece, ...]:
+    """Own rows whose KV takes slots here: what no placement gives to others, and what is sent to a
+    decode gang, from the pool, which may take longer than the step."""
+    return tuple(it for part in group.local for it in _stored(part, group.job.group[group.member]))
+
+
+def _stored(part: LocalPiece, instance: int) -> Iterator[LocalPiece]:
+    placement = part.piece.placement
+    if part.piece.destinations or not placement:
+        yield part
+        return
+    own = (part.span.intersection(span) for span in shares_of(placement, instance))
+    for span in (*own, *rest_of(part.span, (it.span for it in placement))):
+        if span.length:
+            yield part.within(span)
 
 
 class KvMover:
-    """Carries out a job's moves; the exchange of a layer overlaps the computing of the next."""
+    """Carries out a job's moves; the exchange of a layer overlaps the computing of the next.
+
+    What is computed here and kept elsewhere never has slots here: it leaves from the layer's
+    tensors.
+    """
 
     def __init__(self, group: SpGroup, pool: KvPool) -> None:
         self._group, self._pool = group, pool
         moves = moves_of(group)
+        instance = group.job.group[group.member]
+        self._staying = {it.rid: shares_of(it.placement, instance) for it in group.job.pieces}
         self._outgoing = [move for move in moves if move.source == group.member]
         self._incoming = [move for move in moves if move.target == group.member]
         self._under_way: tuple[int, Pending, list[tuple[Move, Tensor]]] | None = None
@@ -70,19 +96,21 @@ class KvMover:
         """What will arrive, by request; its slots must be there."""
         return [(move.rid, move.span) for move in self._incoming]
 
-    @property
-    def outgoing(self) -> list[tuple[int, Span]]:
-        """What will lie elsewhere, by request."""
-        return [(move.rid, move.span) for move in self._outgoing]
+    def start(self, layer: int, k_thd: Tensor, v_thd: Tensor, offered: Offered) -> None:
+        """Begin to move a layer.
 
-    def start(self, layer: int) -> None:
-        """Begin to move a layer whose KV is in the pool of its present holders."""
+        Args:
+            k_thd, v_thd: of own rows.
+            offered: what comes by anyway (`Strategy.offered`), which `take` is given.
+        """
         self.finish()
-        if not self._outgoing and not self._incoming:
+        outgoing = [it for it in self._outgoing if not _comes_by(it, offered)]
+        incoming = [it for it in self._incoming if not _comes_by(it, offered)]
+        if not outgoing and not incoming:
             return
         peers = self._group.peers
-        sends = [(peers[move.target], self._read(layer, move)) for move in self._outgoing]
-        buffers = [(move, self._buffer(move)) for move in self._incoming]
+        sends = [(peers[it.target], self._read(layer, it, k_thd, v_thd)) for it in outgoing]
+        buffers = [(move, self._buffer(move)) for move in incoming]
         recvs = [(peers[move.source], buffer) for move, buffer in buffers]
         pending = self._group.mesh.exchange(sends, recvs, Tag.KV_MOVE)
         self._under_way = (layer, pending, buffers)
@@ -97,14 +125,28 @@ class KvMover:
         for move, buffer in buffers:
             self._pool.write(layer, move.rid, move.span, buffer[0], buffer[1])
 
+    def take(self, layer: int, member: int, k_thd: Tensor, v_thd: Tensor) -> None:
+        """Store what another member's rows, all of which have come by, are to leave here."""
+        for move in self._incoming:
+            if move.source == member and move.rows is not None:
+                rows = move.rows
+                self._pool.write(layer, move.rid, move.span, k_thd[rows], v_thd[rows])
+
     def release_sources(self) -> None:
         """Free what now lies elsewhere."""
         for move in self._outgoing:
-            self._pool.free_span(move.rid, move.span)
+            for span in rest_of(move.span, self._staying[move.rid]):
+                self._pool.free_span(move.rid, span)
 
-    def _read(self, layer: int, move: Move) -> Tensor:
+    def _read(self, layer: int, move: Move, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        if move.rows is not None:
+            return torch.stack((k_thd[move.rows], v_thd[move.rows]))
         return torch.stack(self._pool.read(layer, move.rid, move.span))
 
     def _buffer(self, move: Move) -> Tensor:
         shape = (2, move.span.length, self._pool.kv_heads, self._pool.head_dim)
         return self._pool.k.new_empty(shape)
+
+
+def _comes_by(move: Move, offered: Offered) -> bool:
+    return move.rows is not None and move.source in offered(move.target)

@@ -11,7 +11,8 @@ says, with the step's activations where they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Set
+from collections import defaultdict
+from collections.abc import Callable, Collection, Set
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
-from csps.actors.engine.moves import KvMover
+from csps.actors.engine.first_tokens import LooseKv
+from csps.actors.engine.moves import KvMover, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout, LocalPiece
@@ -32,6 +34,7 @@ from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.log_entries import Run
 from csps.protocols.messages import PrefillJob, Span
+from csps.protocols.placement import rest_of
 
 NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
 """Does what else the log says until it says something about this step, and returns that with its
@@ -40,6 +43,9 @@ number in the log; None if the step is to stop."""
 SendKv = Callable[[int, LocalPiece, Tensor | None], None]
 """(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
 all): send it to where the piece is to go."""
+
+
+Draw = Callable[["StepRun", Tensor, Tensor, LooseKv], None]
 
 
 class _Aborted(Exception):
@@ -75,7 +81,8 @@ class StepRun:
         self._points = Points(self.parts, self._part)
         self.group = SpGroup(engine.mesh, engine.layout, job, member, self.clock, self._points)
         self._mover = KvMover(self.group, engine.pool)
-        self._takes = list(self._to_take(reserved))
+        self._stored = stored_of(self.group)
+        self._takes = self._to_take(reserved)
         """Slots that it needs, by sequence."""
         self.leads = engine.rank == min(ranks_of(engine.layout, job))
         """This rank reports for all members."""
@@ -89,18 +96,15 @@ class StepRun:
         self._taken: list[tuple[int, Span]] = []
         """Of those, which it has."""
 
-    def _to_take(self, reserved: Set[int]) -> Iterator[tuple[int, Span]]:
-        """Of which sequences and positions this rank needs slots that it does not have: what it
-        computes, until it has moved away, and what is moved to it."""
-        leaving = self._mover.outgoing
-        for part in self.group.local:
-            rid = part.piece.rid
-            if rid not in reserved:
-                yield rid, part.span
-            else:
-                moved = (part.span.intersection(span) for it, span in leaving if it == rid)
-                yield from ((rid, span) for span in moved if span.length)
-        yield from ((rid, span) for rid, span in self._mover.incoming if rid not in reserved)
+    def _to_take(self, reserved: Set[int]) -> dict[int, list[Span]]:
+        """By sequence, of which positions this rank needs slots that it does not have: what it
+        keeps of its rows, and what comes from others. Taken together, they lie side by side."""
+        takes: dict[int, list[Span]] = defaultdict(list)
+        for part in self._stored:
+            takes[part.piece.rid].append(part.span)
+        for rid, span in self._mover.incoming:
+            takes[rid].append(span)
+        return {rid: spans for rid, spans in takes.items() if rid not in reserved}
 
     @property
     def number(self) -> int:
@@ -110,20 +114,20 @@ class StepRun:
     # --- slots ---------------------------------------------------------------------------------
 
     def take_slots(self) -> bool:
-        """Take the slots of what this member computes and of what is moved to it: all or none, and
-        whether it has them. What an earlier step of a sequence is about to move away may be what
-        this one moves back."""
+        """Take the slots of what this member is to hold: all or none, and whether it has them. What
+        an earlier step of a sequence is about to move away may be what this one moves back."""
         pool = self._engine.pool
-        needed = sum(span.length for _, span in self._takes)
-        if needed > pool.free or any(pool.runs(*it) for it in self._takes):
+        takes = [(rid, span) for rid, spans in self._takes.items() for span in spans]
+        needed = sum(span.length for _, span in takes)
+        if needed > pool.free or any(pool.runs(*it) for it in takes):
             return False
-        for rid, span in self._takes:
+        for rid, spans in self._takes.items():
             try:
-                pool.allocate(rid, [span])
+                pool.allocate(rid, spans)
             except OutOfSlots:  # reservations take slots meanwhile
                 self.give_back()
                 return False
-            self._taken.append((rid, span))
+            self._taken += [(rid, span) for span in spans]
         return True
 
     def give_back(self) -> None:
@@ -145,12 +149,13 @@ class StepRun:
         """Since the present turn began."""
         return time.monotonic_ns() - self._turn_began_ns
 
-    def compute(self, send: SendKv, draw: Callable[[StepRun, Tensor, Tensor], None]) -> None:
+    def compute(self, send: SendKv, draw: Draw) -> None:
         """All layers; returns when the log has let the step come to its end, or stopped it.
 
         Args:
             send: takes what is decoded elsewhere.
-            draw: takes the residual stream and the queries of the last layer.
+            draw: takes the residual stream, the queries of the last layer, and the keys and values
+                there that are not in the pool.
         """
         self.clock.started = time.monotonic()
         strategy = strategy_of(self.group, self._engine)
@@ -170,14 +175,14 @@ class StepRun:
         self,
         strategy: Strategy,
         send: SendKv,
-        draw: Callable[[StepRun, Tensor, Tensor], None],
+        draw: Draw,
     ) -> None:
         network, device = self._engine.network, self._engine.device
         ids = torch.from_numpy(np.frombuffer(self.job.tokens, dtype="<i4").astype(np.int64))
         assert len(ids) == len(self.group.positions), "the step's tokens are not this rank's share"
         rotary = network.rotary(self.group.positions.to(device))
         x_td = network.embed(ids.to(device))
-        keep = partial(self._keep, send)
+        keep = partial(self._keep, send, strategy.offered)
         for index, layer in enumerate(network.layers):
             self._begin_layer(index)
             if index + 1 < len(network.layers):
@@ -186,9 +191,9 @@ class StepRun:
             else:
                 with self.clock.timeline.phase("qkv", layer=index):
                     q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-                keep(index, k_thd, v_thd)
+                self._keep(send, _nothing_offered, index, k_thd, v_thd)
                 with self.clock.timeline.phase("last rows", layer=index):
-                    draw(self, x_td, q_thd)
+                    draw(self, x_td, q_thd, self._loose(k_thd, v_thd))
         self._end()
 
     def _begin_layer(self, index: int) -> None:
@@ -235,22 +240,51 @@ class StepRun:
     def _keep(
         self,
         send: SendKv,
+        offered: Callable[[int, int], Collection[int]],
         index: int,
         k_thd: Tensor,
         v_thd: Tensor,
         kept_ht: Tensor | None = None,
+        /,
+        *,
+        member: int | None = None,
     ) -> None:
         """Own rows' KV into the pool, to other members that keep it, and to where it is decoded,
         which may be to have kept tokens only; the gang's own pools are complete, also of sequences
-        that nobody wants any more, so that whatever is read there is a number."""
-        for part in self.group.local:
+        that nobody wants any more, so that whatever is read there is a number. Of others' rows
+        what is to lie here."""
+        if member is not None:
+            self._mover.take(index, member, k_thd, v_thd)
+            return
+        for part in self._stored:
             k, v = k_thd[part.rows], v_thd[part.rows]
             piece = part.piece
             self._engine.pool.write(index, piece.rid, part.span, k, v)
             if piece.destinations and piece.decoded and self.group.wanted(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
-        self._mover.start(index)
+        self._mover.start(index, k_thd, v_thd, partial(offered, index))
+
+    def _loose(self, k_thd: Tensor, v_thd: Tensor) -> LooseKv:
+        """Keys and values of own rows that have no slots here."""
+        found: LooseKv = {}
+        for piece in self.job.pieces:
+            stored = [it.span for it in self._stored if it.piece is piece]
+            rows = [
+                part.within(span).rows
+                for part in self.group.local
+                if part.piece is piece
+                for span in rest_of(part.span, stored)
+            ]
+            if piece.last and rows:
+                k_nhd, v_nhd = (torch.cat([it[at] for at in rows]) for it in (k_thd, v_thd))
+                found[piece.rid] = k_nhd, v_nhd
+        return found
+
+
+def _nothing_offered(layer: int, member: int) -> Collection[int]:
+    """In the last layer, which is computed by rows."""
+    return ()
 
 
 def parts_of(engine: Engine, job: PrefillJob) -> StepParts:

@@ -22,6 +22,8 @@ Shapes: t rows of the instance, s own shard of them, T rows of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,15 @@ class GatheredWeights(WithTransfers):
         )
         self._layers = GatheredLayers(engine, self._transfers)
 
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: a rank sees all rows, but mostly of a share of the KV heads, and under
+        tensor parallelism rarely of those that its pool has."""
+        keys = self._split.keys(member * self._engine.layout.tp + self._engine.tp_rank)
+        held = self._engine.kv_heads
+        if not keys.start <= held.start < held.stop <= keys.stop:
+            return ()
+        return [other for other in range(self._group.size) if other != member]
+
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
@@ -81,7 +92,7 @@ class GatheredWeights(WithTransfers):
         keep(index, *own_kv)
         with timeline.phase("qkv", layer=index):
             q_shd, k_sgd, v_sgd = whole.qkv(x_td[own], rotary[own])
-        out_shd = self._attend(index, q_shd, k_sgd, v_sgd)
+        out_shd = self._attend(index, q_shd, k_sgd, v_sgd, keep)
         with timeline.phase("linear", layer=index):
             x_sd = whole.attention_output(x_td[own], out_shd)
         return all_gather(instance_shards(self._group), x_sd, self._transfers)
@@ -94,11 +105,16 @@ class GatheredWeights(WithTransfers):
 
     # --- attention -----------------------------------------------------------------------------
 
-    def _attend(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
+    def _attend(
+        self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor, keep: Keep
+    ) -> Tensor:
         """Attention output of own rows, all heads, in q's dtype."""
         member = self._shards.member
-        rows = self._group.in_batch_order(self._first_exchange(index, q_shd, k_sgd, v_sgd))
         heads, kv_heads = self._split.query_count(member), self._split.key_count(member)
+        rows = self._first_exchange(index, q_shd, k_sgd, v_sgd)
+        for other in self.offered(index, self._group.member):
+            self._keep_others(index, other, rows[self._group.rows_of(other), heads:], keep)
+        rows = self._group.in_batch_order(rows)
         attention = RowAttention(
             self._group.job.pieces,
             [HeadBlock(*run) for run in self._split.uniform_runs(member)],
@@ -117,6 +133,13 @@ class GatheredWeights(WithTransfers):
         self._group.points.close()
         out_Thd = self._group.in_member_order(attention.out_Thd.to(q_shd.dtype))
         return self._second_exchange(index, out_Thd)
+
+    def _keep_others(self, index: int, member: int, kv_nhd: Tensor, keep: Keep) -> None:
+        """Of another instance's rows, the heads that the pool has."""
+        keys, held = self._split.keys(self._shards.member), self._engine.kv_heads
+        heads = slice(held.start - keys.start, held.stop - keys.start)
+        k_nhd, v_nhd = kv_nhd.chunk(2, dim=1)
+        keep(index, k_nhd[:, heads], v_nhd[:, heads], member=member)
 
     def _first_exchange(self, index: int, q_shd: Tensor, k_sgd: Tensor, v_sgd: Tensor) -> Tensor:
         """All rows of own heads, (T, own q + 2 own kv, d), q before k before v."""

@@ -19,7 +19,7 @@ Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -90,6 +90,10 @@ class SpTp(WithTransfers):
         group.points.settle = self._transfers.settle
         self._importance: Mapping[int, Tensor] = {}
         self._steps: dict[int, tuple[Step, ...]] = {}
+
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: keys and values never travel."""
+        return ()
 
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep

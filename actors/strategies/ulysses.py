@@ -10,6 +10,7 @@ the batch, h heads, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +64,12 @@ class Ulysses:
         if kind is None:
             Pending.all(self._under_way).wait()
 
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: a member sees all rows, but mostly of a share of the KV heads."""
+        if self._split.key_count(member) < self._split.kv_heads:
+            return ()
+        return [other for other in range(self._group.size) if other != member]
+
     def attend_layer(
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
@@ -71,11 +78,11 @@ class Ulysses:
         with timeline.phase("qkv", layer=index):
             q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
         keep(index, k_thd, v_thd)
-        out_thd = self.attend(index, q_thd, k_thd, v_thd)
+        out_thd = self.attend(index, q_thd, k_thd, v_thd, keep)
         with timeline.phase("linear", layer=index):
             return layer.attention_output(x_td, out_thd)
 
-    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, keep: Keep) -> Tensor:
         """Attention output (t, h, d) of this member's rows, in q's dtype."""
         if self._group.size == 1:
             batch = map(self._group.in_batch_order, (q_thd, k_thd, v_thd))
@@ -84,6 +91,9 @@ class Ulysses:
         rows, first = self._first_exchange(q_thd, k_thd, v_thd)
         with self._group.clock.communicating(), timeline.phase("first all-to-all", layer=layer):
             first.wait()
+        for member in self.offered(layer, self._group.member):
+            _, k_nhd, v_nhd = self._parts(rows[self._group.rows_of(member)])
+            keep(layer, k_nhd, v_nhd, member=member)
         parts = self._parts(self._group.in_batch_order(rows))
         out_thd = self._group.in_member_order(self._batch_attention(layer, *parts))
         with timeline.phase("second all-to-all", layer=layer):

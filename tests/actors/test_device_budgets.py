@@ -165,7 +165,15 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
     for rid, span in spans.items():
         engine.pool.allocate(rid, [span])
 
-    def keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
+    def keep(
+        index: int,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None = None,
+        /,
+        *,
+        member: int | None = None,
+    ) -> None:
         for rid, span in spans.items():
             engine.pool.write(index, rid, span, k_thd[: span.length], v_thd[: span.length])
 
@@ -219,7 +227,15 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
         assert budget.kernels.total() <= 250
 
 
-def _keep(index: int, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor | None = None) -> None:
+def _keep(
+    index: int,
+    k_thd: Tensor,
+    v_thd: Tensor,
+    kept_ht: Tensor | None = None,
+    /,
+    *,
+    member: int | None = None,
+) -> None:
     """Nobody decodes."""
 
 

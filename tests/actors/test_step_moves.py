@@ -6,17 +6,24 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
+from gang_cell import LAYOUTS, job_of, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.engine.moves import moves_of
+from csps.actors.engine.moves import moves_of, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 
 
+def some_of(draw: st.DrawFn, group: list[int]) -> list[int]:
+    return draw(st.permutations(group))[: draw(st.integers(1, len(group)))]
+
+
 def shares(draw: st.DrawFn, start: int, stop: int, group: list[int]) -> tuple[KvShare, ...]:
+    if draw(st.booleans()):
+        return laid_out(draw(st.sampled_from(LAYOUTS)), start, stop, some_of(draw, group))
     cuts = sorted({start, stop, *draw(st.lists(st.integers(start, stop), max_size=3))})
     found = [
         KvShare(instance=draw(st.sampled_from(group)), span=Span(start=a, stop=b))
@@ -28,7 +35,7 @@ def shares(draw: st.DrawFn, start: int, stop: int, group: list[int]) -> tuple[Kv
 @st.composite
 def jobs(draw: st.DrawFn) -> PrefillJob:
     group = draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]
-    pieces = []
+    pieces, contiguous = [], draw(st.booleans())
     for rid in range(draw(st.integers(1, 3))):
         start, length = draw(st.integers(0, 12)), draw(st.integers(1, 12))
         placed_from = draw(st.sampled_from((None, 0, start)))
@@ -37,6 +44,11 @@ def jobs(draw: st.DrawFn) -> PrefillJob:
                 rid=rid,
                 start=start,
                 length=length,
+                rows=()
+                if contiguous
+                else laid_out(
+                    draw(st.sampled_from(LAYOUTS)), start, start + length, some_of(draw, group)
+                ),
                 history=shares(draw, 0, start, group) if start else (),
                 placement=()
                 if placed_from is None
@@ -45,12 +57,7 @@ def jobs(draw: st.DrawFn) -> PrefillJob:
         )
     total = sum(piece.length for piece in pieces)
     inner = draw(st.lists(st.integers(0, total), min_size=len(group) - 1, max_size=len(group) - 1))
-    return PrefillJob(
-        job_id=1,
-        group=tuple(group),
-        bounds=(0, *sorted(inner), total),
-        pieces=tuple(pieces),
-    )
+    return job_of(pieces, group, (0, *sorted(inner), total))
 
 
 def owners_before(job: PrefillJob) -> dict[int, np.ndarray]:
@@ -60,8 +67,10 @@ def owners_before(job: PrefillJob) -> dict[int, np.ndarray]:
     for piece in job.pieces:
         table = np.full(piece.start + piece.length, -1)
         for share in piece.history:
-            table[share.span.start : share.span.stop] = job.group.index(share.instance)
+            table[share.span.positions] = job.group.index(share.instance)
         table[piece.start :] = rows[begin : begin + piece.length]
+        for share in piece.rows:
+            table[share.span.positions] = job.group.index(share.instance)
         owners[piece.rid] = table
         begin += piece.length
     return owners
@@ -81,23 +90,23 @@ def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: Prefi
     for piece in job.pieces:
         expected = owners[piece.rid].copy()
         for share in piece.placement:
-            expected[share.span.start : share.span.stop] = job.group.index(share.instance)
+            expected[share.span.positions] = job.group.index(share.instance)
         moved = owners[piece.rid].copy()
         for move in moves:
             if move.rid == piece.rid:
-                span = slice(move.span.start, move.span.stop)
-                assert (owners[piece.rid][span] == move.source).all()
+                positions = move.span.positions
+                assert (owners[piece.rid][positions] == move.source).all()
                 assert move.source != move.target
-                moved[span] = move.target
+                assert (move.rows is None) == (move.span.stop <= piece.start)
+                if move.rows is not None:
+                    own = groups[move.source].positions[move.rows]
+                    assert own.tolist() == list(positions)
+                moved[positions] = move.target
         assert (moved == expected).all()
         changed = int((expected != owners[piece.rid]).sum())
         assert sum(m.span.length for m in moves if m.rid == piece.rid) == changed
-
-
-@given(*[st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted)] * 2)
-def test_the_intersection_of_spans_is_that_of_their_positions(
-    one: list[int], other: list[int]
-) -> None:
-    common = Span(start=one[0], stop=one[1]).intersection(Span(start=other[0], stop=other[1]))
-    positions = set(range(*one)) & set(range(*other))
-    assert set(range(common.start, common.stop)) == positions
+        for group in groups:
+            stored = [it for it in stored_of(group) if it.piece is piece]
+            positions = sorted(p for it in stored for p in it.span.positions)
+            stays = (owners[piece.rid] == group.member) & (expected == group.member)
+            assert positions == [p for p in np.flatnonzero(stays) if p >= piece.start]

@@ -44,3 +44,22 @@ async def test_a_step_takes_all_slots_or_none(
         for it in (one, other):
             assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 1)
         await cell.idle()
+
+
+async def test_rows_that_are_kept_elsewhere_take_no_slots(tiny_llama: Path) -> None:
+    """LoongServe §4.1: the instance that helps has no room for what it computes."""
+    async with elastic_cell(tiny_llama, 2, kv_slots=100) as cell:
+        full = Request(rid=1, prompt=prompt_of(90, 1), shares=even_shares(90, [0]), master=1)
+        helped = Request(rid=2, prompt=prompt_of(90, 2), shares=even_shares(90, [1]), master=1)
+        for it in (full, helped):
+            await cell.reserve(it)
+        cell.submit(job_of([full.piece()], [0]), full.prompt)
+        here = even_shares(40, [1])
+        cell.submit(job_of([helped.piece(0, 40)], [0, 1]), helped.prompt[:40])
+        rest = helped.piece(40, history=here)
+        cell.submit(job_of([rest], [1, 0]), helped.prompt[40:])
+        answers = await cell.answer(full, helped)
+        for it, answer in zip((full, helped), answers, strict=True):
+            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), len(answer))
+        await cell.freed(1, 2)
+        cell.check_idle()

@@ -1,0 +1,111 @@
+"""What a strategy lets members see anyway is kept without a message, and nothing has slots but what
+is kept: against arrays of who computes and who keeps each position."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gang_cell import LAYOUTS, Request, job_of, laid_out, prompt_of
+from gang_threads import ThreadCell, elastic_cell, eventually
+from greedy_reference import greedy_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from tiny_checkpoints import make_checkpoint
+
+from csps.protocols.messages import KvLanded, KvShare, PrefillDone, Sampling
+
+LAYERS = 3
+INSTANCES = 3
+ONE_TOKEN = Sampling(temperature=0, max_tokens=1)
+Owners = npt.NDArray[np.int64]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def kv_heads(request: pytest.FixtureRequest) -> int:
+    heads: int = request.param
+    return heads
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, kv_heads: int) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+    )
+
+
+def owners(length: int, shares: tuple[KvShare, ...]) -> Owners:
+    table = np.full(length, -1)
+    for share in shares:
+        table[share.span.positions] = share.instance
+    return table
+
+
+async def bytes_of_a_step(
+    cell: ThreadCell, request: Request, rows: tuple[KvShare, ...], strategy: str
+) -> npt.NDArray[np.int64]:
+    """From rank to rank, of a step after which the request is held as it was reserved."""
+    ranks = cell.prefill_gang.ranks
+    length = len(request.prompt)
+    before = np.array([rank.engine.mesh.bytes_sent for rank in ranks])
+    await cell.reserve(request)
+    taken = [rank.engine.pool.used for rank in ranks]
+    assert taken == [int((owners(length, request.shares) == i).sum()) for i in range(INSTANCES)]
+    group = list(range(INSTANCES))
+    cell.submit(job_of([request.piece(rows=rows)], group, strategy=strategy), request.prompt)
+    await cell.told(len({it.instance for it in request.shares}), KvLanded, rid=request.rid)
+    await cell.until(lambda: len(cell.heard[PrefillDone]) == INSTANCES * request.rid)
+    assert [rank.engine.pool.used for rank in ranks] == taken
+    for rank in ranks:
+        held = rank.engine.pool.positions(request.rid).tolist()
+        keeps = owners(length, request.shares) == rank.engine.instance
+        assert held == np.flatnonzero(keeps).tolist()
+        rank.engine.pool.check_integrity()
+    sent = np.array([rank.engine.mesh.bytes_sent for rank in ranks]) - before
+    cell.cancel(request.rid)
+    await cell.freed(request.rid)
+    await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
+    return sent
+
+
+async def check(
+    model: Path, kv_heads: int, strategy: str, length: int, layouts: tuple[str, str], seed: int
+) -> None:
+    order = np.random.default_rng(seed).permutation(INSTANCES).tolist()
+    rows = laid_out(layouts[0], 0, length, list(range(INSTANCES)))
+    keep = laid_out(layouts[1], 0, length, order[: 1 + seed % INSTANCES])
+    async with elastic_cell(model, INSTANCES, kv_slots=length) as cell:
+        prompt = prompt_of(length, seed)
+        in_place, moved = (
+            Request(rid=rid, prompt=prompt, shares=shares, sampling=ONE_TOKEN)
+            for rid, shares in ((1, rows), (2, keep))
+        )
+        without = await bytes_of_a_step(cell, in_place, rows, strategy)
+        sent = await bytes_of_a_step(cell, moved, rows, strategy)
+        assert cell.tokens(1) == cell.tokens(2) == greedy_tokens(model, prompt.tolist(), 1)
+        head_dim = cell.prefill_gang.ranks[0].engine.spec.head_dim
+    # A member sees all rows of all KV heads if there is but one; nothing travels in the last layer.
+    moving_layers = 1 if kv_heads == 1 else LAYERS
+    computed, kept = owners(length, rows), owners(length, keep)
+    for source in range(INSTANCES):
+        for target in range(INSTANCES):
+            tokens = int(((computed == source) & (kept == target)).sum()) * (source != target)
+            expected = tokens * moving_layers * 2 * kv_heads * head_dim * 4
+            assert sent[source, target] - without[source, target] == expected
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights"])
+def test_only_what_does_not_come_by_is_sent(model: Path, kv_heads: int, strategy: str) -> None:
+    @settings(max_examples=examples(4))
+    @given(st.integers(3, 40), st.tuples(*[st.sampled_from(LAYOUTS)] * 2), st.integers(0, 99))
+    def any_placement(length: int, layouts: tuple[str, str], seed: int) -> None:
+        asyncio.run(check(model, kv_heads, strategy, length, layouts, seed))
+
+    any_placement()
