@@ -23,7 +23,7 @@ class JobClock:
     """At least one exchange inside the group was under way, hidden or not. On CUDA only those
     count that the host waited for."""
     yielded_s: float = 0.0
-    """Urgent jobs that ran inside this one."""
+    """What else the log had this rank do before the job went on."""
     timeline: Timeline = field(default_factory=lambda: Timeline(on=False))
 
     @contextmanager
@@ -52,7 +52,7 @@ class JobClock:
 
     @contextmanager
     def yielding(self) -> Iterator[None]:
-        """Count the time inside as given to other jobs."""
+        """Count the time inside as given to other things."""
         begin = time.monotonic()
         try:
             yield

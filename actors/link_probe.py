@@ -47,11 +47,11 @@ def _round(mesh: Mesh, block: torch.Tensor) -> float:
     """Rank 0 sends the block, rank 1 acknowledges it: seconds of the round trip."""
     begin, word = time.perf_counter(), torch.zeros(1, device=block.device)
     if mesh.rank == 0:
-        mesh.send(block, 1, Tag.KV_MOVE).wait()
-        mesh.recv(word, 1, Tag.KV_MOVE).wait()
+        mesh.exchange([(1, block)], [], Tag.KV_MOVE).wait()
+        mesh.exchange([], [(1, word)], Tag.KV_MOVE).wait()
     else:
-        mesh.recv(block, 0, Tag.KV_MOVE).wait()
-        mesh.send(word, 0, Tag.KV_MOVE).wait()
+        mesh.exchange([], [(0, block)], Tag.KV_MOVE).wait()
+        mesh.exchange([(0, word)], [], Tag.KV_MOVE).wait()
     if block.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - begin

@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 JOIN_DEADLINE = timedelta(seconds=60)
 """For every rank of a group to arrive."""
 PEER_DEADLINE = timedelta(minutes=30)
-"""For a peer to reach a collective: longer than the longest prefill job that may run before it.
-A peer that died is noticed at once, so this only ends true hangs."""
+"""For a peer to come to an exchange: longer than all that its log may have before it. A peer that
+died is noticed at once, so this only ends true hangs."""
 DEVICE_DEADLINE = timedelta(minutes=2)
 """For an exchange between devices, from the call on: NCCL's watchdog ends the process after it.
 Above the longest layer, and what may overtake it."""
@@ -229,11 +229,11 @@ GroupMaker = Callable[[Store, int, int, str], Group]
 class Mesh:
     """One world of ranks as seen by one of them.
 
-    Data goes through NCCL for CUDA tensors and gloo otherwise; `send` and `recv` of one tag
-    between two ranks match in order. Tensors must be contiguous; empty ones are not sent, which
-    both sides decide alike because both know the shapes. What the hosts tell each other goes
-    through a gloo group of its own on every device: in NCCL's one order, or behind a long message
-    of data, it would wait for what it is to decide.
+    Data goes through NCCL on CUDA and gloo otherwise; messages of one tag between two ranks match
+    in order. Tensors must be contiguous; empty ones are not sent, which both sides decide alike
+    because both know the shapes. What the hosts tell each other goes through a gloo group of its
+    own on every device: in NCCL's one order, or behind a long message of data, it would wait for
+    what it is to decide.
 
     Args:
         data_group: stands in for NCCL on another device; exchanges are then grouped as there.
@@ -283,26 +283,6 @@ class Mesh:
         """Start receiving a control message into a contiguous tensor on the host."""
         return Pending([self._control.recv([words], peer, tag)], [words], self._closed)
 
-    @with_peer()
-    def send(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
-        """Start sending; the tensor must not change before `wait`."""
-        self._launches.check()
-        self._count(peer, tensor)
-        return self._alone(tensor, self._group_of(tensor).send([tensor], peer, self._tag(tag)))
-
-    @with_peer()
-    def recv(self, tensor: Tensor, peer: int, tag: Tag) -> Pending:
-        """Start receiving into a contiguous tensor."""
-        self._launches.check()
-        return self._alone(tensor, self._group_of(tensor).recv([tensor], peer, self._tag(tag)))
-
-    def _alone(self, tensor: Tensor, work: Work) -> Pending:
-        in_order = self._in_groups and self._group_of(tensor) is self._data
-        return Pending([work], [tensor], self._closed, in_order=in_order)
-
-    def _group_of(self, tensor: Tensor) -> Group:
-        return self._data if tensor.is_cuda == self._cuda else self._control
-
     @contextmanager
     def lane(self, number: int) -> Iterator[None]:
         """Inside, what is begun meets only what peers begin in the same lane: what interrupts a
@@ -351,7 +331,7 @@ class Mesh:
         return self._grouped(sends, recvs) if self._in_groups else self._single(sends, recvs, tag)
 
     def _count(self, peer: int, tensor: Tensor) -> None:
-        # Threads that pass data on send as well.
+        # Of control messages as well, which any thread may send.
         with self._counting:
             self.bytes_sent[peer] += tensor.nbytes
 

@@ -97,8 +97,8 @@ class Conductor:
         match report:
             case Prepared(rank, step):
                 self.prepared(step, rank)
-            case Ran(rank, seq, step, part, nanoseconds, done):
-                self.ran(rank, seq, step, part, nanoseconds, done)
+            case Ran(rank, seq, step, part, nanoseconds):
+                self.ran(rank, seq, step, part, nanoseconds)
             case Iterated(rank, seq, stream, nanoseconds, finished):
                 self.iterated(rank, seq, stream, nanoseconds, finished)
 
@@ -111,7 +111,7 @@ class Conductor:
         """A rank has a step's tokens, and has taken its slots."""
         self._steps.prepare(step, rank)
 
-    def ran(self, rank: int, seq: int, step: int, part: int, nanoseconds: int, done: bool) -> None:
+    def ran(self, rank: int, seq: int, step: int, part: int, nanoseconds: int) -> None:
         """A step's leader has executed a quantum; nothing if the step was aborted since.
 
         Raises:
@@ -128,7 +128,6 @@ class Conductor:
         running.outstanding.popleft()
         running.ran_parts += quantum.parts
         running.ran_ns += nanoseconds
-        running.leader_done = running.leader_done or done
         if quantum.until == running.task.parts:
             self._measured(running)
             self._steps.remove(running)

@@ -98,8 +98,6 @@ class Ran(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Reached."""
     nanoseconds: Count
     """Taken by the step itself since the `Run` before."""
-    done: bool
-    """Whether the leader has nothing left to compute."""
 
 
 class Iterated(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -258,13 +258,13 @@ class PrefillJob:
 
     The pieces are laid end to end and cut at `bounds`: instance `group[i]` computes tokens
     [bounds[i], bounds[i+1]) of the concatenation; or as many of all pieces, those that their
-    `rows` give it. Every rank of the gang receives every job, because the order of jobs is what
-    keeps overlapping groups from deadlocking; `tokens` holds only the receiver's own share, in the
-    order of its rows.
+    `rows` give it. Every rank of the gang receives every job: members prepare it, and the leader
+    has it begin by the gang's log (`conductor`). `tokens` holds only the receiver's own share, in
+    the order of its rows.
     """
 
     job_id: int
-    """Place in the router's total order of the gang's jobs."""
+    """The step's number, new for every step of a router."""
     group: tuple[int, ...]
     bounds: tuple[int, ...]
     pieces: tuple[PrefillPiece, ...]
@@ -274,8 +274,7 @@ class PrefillJob:
     """How strategies that attend sparsely do so; "csa" needs it. "levels", which is exact, needs
     one that drops nothing."""
     urgent: bool = False
-    """May run inside a running job that is not urgent: between two layers, and between two parts
-    of one if it needs a single rank, as no job does under tensor parallelism."""
+    """May run inside a running job that is not urgent, between two of its parts."""
     trace: dict[str, str] = field(default_factory=dict)
     """W3C trace context of the first piece's request."""
 

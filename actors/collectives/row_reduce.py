@@ -113,19 +113,6 @@ class RowReduce(RowStream):
         self._transfers.start([target], [], tag, self._label(part))
 
 
-def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transfers) -> Tensor:
-    """Own rows' sums (t, d) of the takers' contributions (T, d); others pass an empty (0, d)."""
-    parts = tuple(shards.parts(1))
-    like_d = contribution_td.new_empty(contribution_td.shape[1])
-    with RowReduce(shards, like_d, transfers) as reduce:
-        for part in parts:
-            if shards.member in shards.takers:
-                reduce.add(part, contribution_td[part.rows])
-            elif part.owner == shards.member:
-                reduce.collect(part)
-        return reduce.result()
-
-
 def _tag(part: RowPart, receiver: int) -> Tag:
     """Apart, so that what a gate is to pass on is noticed while its own sums are yet to come."""
     return Tag.ROW_SUMS if receiver == part.owner else Tag.SUMS_TO_RELAY

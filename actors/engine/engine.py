@@ -20,7 +20,7 @@ from csps.models.spec import ModelSpec, kv_head_range, query_head_range
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Shared by the prefill and the decode loop of a rank."""
+    """Shared by the steps and the stream of a rank."""
 
     network: Network
     pool: KvPool

@@ -214,7 +214,7 @@ class EngineLoop:
             self._running.pop()
         self._desk.slots_came_back()  # what was moved away
         if not run.cancelled:
-            self._report_turn(run, done=True)
+            self._report_turn(run)
             if self._in_place:
                 self._adopt(run)
         delivery.finish()
@@ -229,7 +229,7 @@ class EngineLoop:
     def _next_turn(self, run: StepRun) -> tuple[int, Run] | None:
         """A step has come as far as it was told to: do what else the log says until it says
         something about this step. None if it is to be stopped."""
-        self._report_turn(run, done=False)
+        self._report_turn(run)
         while not run.cancelled:
             entry = self._log.next()
             if isinstance(entry.op, Run) and entry.op.step == run.number:
@@ -238,7 +238,7 @@ class EngineLoop:
             self._execute(entry)
         return None
 
-    def _report_turn(self, run: StepRun, *, done: bool) -> None:
+    def _report_turn(self, run: StepRun) -> None:
         if run.leads:
             self._log.report(
                 Ran(
@@ -247,7 +247,6 @@ class EngineLoop:
                     step=run.number,
                     part=run.reached,
                     nanoseconds=run.turn_ns,
-                    done=done,
                 )
             )
 

@@ -1,4 +1,4 @@
-"""What every sequence-parallel attention strategy does for the prefill loop."""
+"""What every sequence-parallel attention strategy does for a step."""
 
 from __future__ import annotations
 

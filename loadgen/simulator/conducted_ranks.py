@@ -205,11 +205,10 @@ class ConductedRanks:
 
     def _ran(self, work: _Work, run: Run, task: Task, took_ns: int) -> None:
         task.done_ns += took_ns
-        done = run.until == _parts(task)
         self._executed(work)
         leader = min(work.ranks)
-        self._conductor.ran(leader, work.entry.seq, run.step, run.until, took_ns, done)
-        if done:
+        self._conductor.ran(leader, work.entry.seq, run.step, run.until, took_ns)
+        if run.until == _parts(task):
             self._over(run.step)
         self._wake()
 

@@ -70,7 +70,6 @@ class Step:
     """Quanta that its leader has not reported, oldest first."""
     ran_parts: int = 0
     ran_ns: int = 0
-    leader_done: bool = False
     cancelled: set[int] = field(default_factory=set)
     withdrawn: list[int] = field(default_factory=list)
     """Cancelled sequences of which the log says nothing yet."""
@@ -87,8 +86,6 @@ class Step:
         ones may be the short ones.
         """
         left = self.task.parts - self.until
-        if self.leader_done:
-            return self.task.parts
         if not self.ran_parts:
             return self.until + max(1, min(self.size, left))
         fit = quantum_ns * self.ran_parts // max(self.ran_ns, 1)

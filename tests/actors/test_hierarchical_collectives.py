@@ -16,7 +16,7 @@ from rank_world import RankWorld, rank_world
 from torch import Tensor
 
 from csps.actors.collectives.row_gather import RowGather, all_gather
-from csps.actors.collectives.row_reduce import RowReduce, reduce_scatter
+from csps.actors.collectives.row_reduce import RowReduce
 from csps.actors.collectives.row_shards import RowShards
 from csps.actors.collectives.row_tree import MakeTree, flat_tree, server_tree
 from csps.actors.job_clock import JobClock
@@ -169,6 +169,19 @@ def gather_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:
             all_gather(shards, rows[shards.held], line)
 
     case.on_members(world, gather)
+
+
+def reduce_scatter(shards: RowShards, contribution_td: Tensor, transfers: Transfers) -> Tensor:
+    """Own rows' sums (t, d) of the takers' contributions (T, d); others pass an empty (0, d)."""
+    parts = tuple(shards.parts(1))
+    like_d = contribution_td.new_empty(contribution_td.shape[1])
+    with RowReduce(shards, like_d, transfers) as reduce:
+        for part in parts:
+            if shards.member in shards.takers:
+                reduce.add(part, contribution_td[part.rows])
+            elif part.owner == shards.member:
+                reduce.collect(part)
+        return reduce.result()
 
 
 def reduce_on_all(case: Case, world: RankWorld, tree: MakeTree) -> None:

@@ -12,24 +12,32 @@ from mesh_threads import on_ranks
 from torch._C._distributed_c10d import HashStore
 
 from csps.actors import mesh as mesh_module
-from csps.actors.mesh import IDLE, InstanceGroup, Mesh, Tag, host_store, join_store
+from csps.actors.mesh import IDLE, InstanceGroup, Mesh, Pending, Tag, host_store, join_store
 
 JOIN_S = 10.0
+
+
+def send(mesh: Mesh, tensor: torch.Tensor, peer: int, tag: Tag) -> Pending:
+    return mesh.exchange([(peer, tensor)], [], tag)
+
+
+def recv(mesh: Mesh, tensor: torch.Tensor, peer: int, tag: Tag) -> Pending:
+    return mesh.exchange([], [(peer, tensor)], tag)
 
 
 def test_messages_of_one_tag_arrive_in_order_whatever_other_tags_do() -> None:
     def body(mesh: Mesh) -> list[float]:
         peer = 1 - mesh.rank
-        sends = [mesh.send(torch.tensor([float(i)]), peer, Tag.HISTORY) for i in range(3)]
-        sends.append(mesh.send(torch.tensor([9.0]), peer, Tag.KV_MOVE))
+        sends = [send(mesh, torch.tensor([float(i)]), peer, Tag.HISTORY) for i in range(3)]
+        sends.append(send(mesh, torch.tensor([9.0]), peer, Tag.KV_MOVE))
         other, first, second = torch.empty(1), torch.empty(1), torch.empty(1)
-        mesh.recv(other, peer, Tag.KV_MOVE).wait()
-        mesh.recv(first, peer, Tag.HISTORY).wait()
+        recv(mesh, other, peer, Tag.KV_MOVE).wait()
+        recv(mesh, first, peer, Tag.HISTORY).wait()
         third = torch.empty(1)
-        mesh.recv(second, peer, Tag.HISTORY).wait()
-        mesh.recv(third, peer, Tag.HISTORY).wait()
-        for send in sends:
-            send.wait()
+        recv(mesh, second, peer, Tag.HISTORY).wait()
+        recv(mesh, third, peer, Tag.HISTORY).wait()
+        for sending in sends:
+            sending.wait()
         return [other.item(), first.item(), second.item(), third.item()]
 
     assert on_ranks(2, body) == [[9.0, 0.0, 1.0, 2.0]] * 2
@@ -72,9 +80,9 @@ def test_closing_wakes_waiters_here_and_at_peers_and_leaves_the_others_alone() -
     def body(mesh: Mesh) -> bool:
         waiter = None
         if mesh.rank == 0:  # waits for 2 on its own mesh, which it closes
-            waiter = waiting(lambda: mesh.recv(torch.empty(1), 2, Tag.HISTORY).wait(IDLE))
+            waiter = waiting(lambda: recv(mesh, torch.empty(1), 2, Tag.HISTORY).wait(IDLE))
         if mesh.rank == 1:  # waits for 0, which goes
-            waiter = waiting(lambda: mesh.recv(torch.empty(1), 0, Tag.HISTORY).wait(IDLE))
+            waiter = waiting(lambda: recv(mesh, torch.empty(1), 0, Tag.HISTORY).wait(IDLE))
         barrier.wait()
         if mesh.rank == 0:
             mesh.close()
@@ -85,10 +93,10 @@ def test_closing_wakes_waiters_here_and_at_peers_and_leaves_the_others_alone() -
             assert len(errors) == 1
         barrier.wait()
         if mesh.rank == 1:
-            mesh.send(torch.ones(1), 2, Tag.HISTORY).wait()
+            send(mesh, torch.ones(1), 2, Tag.HISTORY).wait()
         if mesh.rank == 2:
             got = torch.zeros(1)
-            mesh.recv(got, 1, Tag.HISTORY).wait()
+            recv(mesh, got, 1, Tag.HISTORY).wait()
             return bool(got.item())
         return True
 

@@ -116,10 +116,10 @@ def test_the_mesh_counts_bytes_by_peer() -> None:
         if mesh.rank == 0:
             sends = [(1, torch.ones(4)), (2, torch.ones(2, 3, dtype=torch.bfloat16))]
             mesh.exchange(sends, [], Tag.ROWS).wait()
-            mesh.send(torch.ones(1), 1, Tag.ROWS).wait()
+            mesh.exchange([(1, torch.ones(1))], [], Tag.ROWS).wait()
         elif mesh.rank == 1:
             mesh.exchange([], [(0, torch.zeros(4))], Tag.ROWS).wait()
-            mesh.recv(torch.zeros(1), 0, Tag.ROWS).wait()
+            mesh.exchange([], [(0, torch.zeros(1))], Tag.ROWS).wait()
         else:
             room = torch.zeros(2, 3, dtype=torch.bfloat16)
             mesh.exchange([], [(0, room)], Tag.ROWS).wait()

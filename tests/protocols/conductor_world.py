@@ -206,14 +206,13 @@ class Ranks:
 
     def _suspend(self, r: int, frame: Frame, entry: Entry, since: int) -> None:
         rank, task = self.each[r], frame.job.task
-        done = frame.part == task.parts
-        if done:
+        if frame.part == task.parts:
             rank.finished.append(task.id)
             assert rank.stack.pop() is frame
             self._unwind(rank)
         if r == task.leader:
             took = (self._clock.now - since) * NS
-            self.send(r, Ran(r, entry.seq, task.id, frame.part, took, done))
+            self.send(r, Ran(r, entry.seq, task.id, frame.part, took))
         self._free(r)
 
     def _abort(self, rank: Rank, step: int) -> None:

@@ -81,13 +81,13 @@ class Desk(Conductor):
         self.open_stream(stream, ranks)
         self.join(stream, stream, 0, OWNER)
 
-    def executed(self, entry: Entry, milliseconds: int = 1, done: bool = False) -> None:
+    def executed(self, entry: Entry, milliseconds: int = 1) -> None:
         """The leader, or the only master, reports an entry."""
         match entry.op:
             case Run(step, until):
                 running = self._steps.get(step)
                 leader = 0 if running is None else running.task.leader
-                self.ran(leader, entry.seq, step, until, milliseconds * NS, done)
+                self.ran(leader, entry.seq, step, until, milliseconds * NS)
             case Iterate(stream):
                 iterating = self._streams.get(stream)
                 assert iterating is not None
@@ -155,7 +155,7 @@ def test_an_urgent_step_interrupts_a_long_one_which_gets_nothing_until_it_is_fin
     desk.executed(second)
     assert desk.ops() == []
     desk.executed(urgent)
-    desk.ran(1, urgent.seq, 2, 1, NS, True)
+    desk.ran(1, urgent.seq, 2, 1, NS)
     assert [type(op) for op in desk.ops()] == [Run, Run]
 
 
@@ -236,22 +236,13 @@ def test_two_quanta_are_outstanding_only_where_nothing_else_can_have_the_ranks()
     assert [op for op in desk.ops() if isinstance(op, Run)] == [Run(1, 1)]
 
 
-def test_a_leader_that_has_nothing_left_is_sent_to_the_end_with_all_members() -> None:
-    desk = Desk(2)
-    desk.rows(5, 1)
-    desk.step(1, 0, 1, parts=100)
-    first = next(entry for entry in desk.entries() if isinstance(entry.op, Run))
-    desk.executed(first, done=True)
-    assert Run(1, 100) in desk.ops()
-
-
 @pytest.mark.parametrize(("rank", "seq"), [(1, 1), (0, 2)])
 def test_a_report_that_nobody_asked_for_is_refused(rank: int, seq: int) -> None:
     desk = Desk(2)
     desk.step(1, 0, 1)
     desk.take()
     with pytest.raises(ProtocolError):
-        desk.report(Ran(rank, seq, 1, 1, NS, False))
+        desk.report(Ran(rank, seq, 1, 1, NS))
 
 
 def test_an_iteration_of_no_stream_is_refused() -> None:
@@ -378,7 +369,7 @@ def test_a_step_as_short_as_others_before_is_one_quantum() -> None:
         begins.append(runs[0].op.until)
         while runs:
             entry = runs.popleft()
-            desk.ran(0, entry.seq, number, entry.op.until, 100, entry.op.until == 8)
+            desk.ran(0, entry.seq, number, entry.op.until, 100)
             runs.extend(desk.entries())
     assert begins == [1, 8, 1, 8]
 
@@ -500,7 +491,7 @@ def test_frames_come_back_as_they_were() -> None:
     ]
     entries = [Entry(seq, op) for seq, op in enumerate(ops, 1)]
     assert unpack_entries(pack_entries(entries)) == entries
-    reports = [Prepared(0, 1), Ran(0, 1, 2, 3, 4, True), Iterated(0, 1, 2, 3, (4, 5))]
+    reports = [Prepared(0, 1), Ran(0, 1, 2, 3, 4), Iterated(0, 1, 2, 3, (4, 5))]
     assert unpack_reports(pack_reports(reports)) == reports
 
 
