@@ -368,7 +368,7 @@ class Reserve:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinBatch:
-    """`join`, to the leader: decode the request. Its KV has landed everywhere, or it rides."""
+    """`join`, to rank 0: decode the request. Its KV has landed everywhere, or it rides."""
 
     rid: int
     first_token: int | None

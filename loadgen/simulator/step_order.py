@@ -1,10 +1,10 @@
 """Who computes what next: a gang's steps in one order, and urgent ones inside long ones.
 
-As on the ranks (`actors/job_queue.py`): every instance takes the steps that it is a member of in
-the order in which they were sent, and a step starts when all its members have come to it. Urgent
-steps have an order of their own; they run before whatever has not started, and inside a long step
-that has: all members of it stand still at the end of the quantum under way, because each of its
-exchanges needs them all. Nothing here knows what a step contains.
+Much as conductors have it (`protocols/conductor.py`), but without streams: every instance takes the
+steps that it is a member of in the order in which they were sent, and a step starts when all its
+members have come to it. Urgent steps have an order of their own; they run before whatever has not
+started, and inside a long step that has: all members of it stand still at the end of the quantum
+under way, because each of its exchanges needs them all. Nothing here knows what a step contains.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from csps.services.scheduling.view import PairView, RequestView, View
 class ChunkedPrefillOptions:
     """What an iteration is filled with."""
 
-    token_budget: int = 512
+    token_budget: int = 128
     """Tokens that an iteration computes on each instance, for those that are drawn there included.
     A smaller one makes iterations shorter and prompts slower."""
 
