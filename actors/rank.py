@@ -217,7 +217,8 @@ class Rank:
             return MemberEnd(connection)
         conductor = Conductor(config.world_size, int(config.quantum_ms * 1e6))
         if config.may_decode:
-            conductor.open_stream(STREAM, tuple(range(config.world_size)))
+            ranks = range(config.world_size)
+            conductor.open_stream(STREAM, tuple(ranks), masters=tuple(ranks[:: config.tp]))
         listener = LogListener(config.host)
         try:
             store.set(key, str(listener.port))

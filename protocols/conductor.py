@@ -69,9 +69,16 @@ class Conductor:
 
     # Events
 
-    def open_stream(self, stream: int, ranks: tuple[int, ...]) -> None:
-        """A stream without rows, whose iterations its ranks do together."""
-        self._streams.open(stream, ranks)
+    def open_stream(
+        self, stream: int, ranks: tuple[int, ...], masters: tuple[int, ...] = ()
+    ) -> None:
+        """A stream without rows, whose iterations its ranks do together.
+
+        Args:
+            masters: ranks that each report every lease; the first one if none is named, where that
+                one speaks for all.
+        """
+        self._streams.open(stream, ranks, masters or ranks[:1])
 
     def submit(self, task: StepTask) -> None:
         """A step is to be run once its ranks have prepared it, of which they may tell before."""
@@ -140,14 +147,14 @@ class Conductor:
     def iterated(
         self, rank: int, seq: int, stream: int, nanoseconds: int, finished: tuple[int, ...] = ()
     ) -> None:
-        """A master has executed a lease. The first of a stream's masters to say so ends it; rows
+        """A master has executed a lease. It is over when all of the stream's masters say so; rows
         that finished leave whenever theirs does.
 
         Raises:
-            ProtocolError: the stream has no such rank.
+            ProtocolError: the stream has no such master, or no such lease.
         """
         iterating = self._streams.get(stream)
-        if iterating is None or rank not in iterating.ranks:
+        if iterating is None or rank not in iterating.masters or seq not in iterating.leases:
             raise ProtocolError(f"rank {rank} reports entry {seq} of stream {stream} unasked")
         iterating.measured(seq, nanoseconds)
         for sequence in finished:
@@ -261,8 +268,7 @@ class Conductor:
             return False
         if stream.changed:
             self._change(stream)
-        stream.served = self._append(Iterate(stream.id, stream.version, n), stream.ranks)
-        stream.leases[stream.served] = n
+        stream.lease(self._append(Iterate(stream.id, stream.version, n), stream.ranks), n)
         return True
 
     def _length(self, stream: Stream) -> int:

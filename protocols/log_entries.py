@@ -101,7 +101,7 @@ class Ran(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Iterated(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A master's first rank has executed an `Iterate`."""
+    """An instance's first rank has executed an `Iterate`, as all of them report."""
 
     rank: Count
     seq: Positive

@@ -281,7 +281,7 @@ class EngineLoop:
                 finished += self.stream.iterate()
                 if self.stream.rides:
                     self._progress.step()
-        if self._engine.tp_rank == 0 and (finished or self._engine.instance == 0):
+        if self._engine.tp_rank == 0:
             taken_ns = time.monotonic_ns() - begin
             rank = self._engine.rank
             self._log.report(Iterated(rank, seq, lease.stream, taken_ns, tuple(finished)))

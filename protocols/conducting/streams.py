@@ -24,11 +24,23 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
+class Lease:
+    """Iterations that are in the log and not over."""
+
+    n: int
+    unreported: int
+    """Masters that still have to say that they are done."""
+    longest_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Stream:
     """One stream. Rows are those that the next lease will have."""
 
     id: int
     ranks: tuple[int, ...]
+    masters: tuple[int, ...]
+    """Those of the ranks that report leases."""
     version: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
     budget: int = 0
@@ -37,8 +49,8 @@ class Stream:
     """The first token of each row that is not in the log yet; None for one that rides."""
     left: list[int] = field(default_factory=list)
     """Sequences that are gone, which the log does not say yet; not all were rows."""
-    leases: dict[int, int] = field(default_factory=dict)
-    """Iterations of each lease that nobody has reported, by its number in the log."""
+    leases: dict[int, Lease] = field(default_factory=dict)
+    """Outstanding ones by their number in the log."""
     served: int = 0
     """Number of its newest lease; 0 before the first."""
     iteration_ns: int = 0
@@ -55,11 +67,21 @@ class Stream:
             return 1
         return max(1, min(LEASE_ITERATIONS, LEASE_NS // self.iteration_ns))
 
+    def lease(self, seq: int, n: int) -> None:
+        """A lease of `n` iterations is in the log."""
+        self.served = seq
+        self.leases[seq] = Lease(n, len(self.masters))
+
     def measured(self, seq: int, nanoseconds: int) -> None:
-        """A lease was reported by a master. All masters report; the first one counts."""
-        n = self.leases.pop(seq, 0)
-        if n:
-            latest = max(1, nanoseconds // n)
+        """A master has executed a lease, which is over when all have: masters that need nothing of
+        each other would run ahead by as much as they are quicker, and whatever makes them wait for
+        each other then, a row of both or a step, would wait for all of that."""
+        lease = self.leases[seq]
+        lease.longest_ns = max(lease.longest_ns, nanoseconds)
+        lease.unreported -= 1
+        if not lease.unreported:
+            del self.leases[seq]
+            latest = max(1, lease.longest_ns // lease.n)
             self.iteration_ns = (
                 (3 * self.iteration_ns + latest) // 4 if self.iteration_ns else latest
             )
@@ -74,12 +96,14 @@ class Streams:
         self._of_sequence: dict[int, Stream] = {}
         self._given_up: dict[int, None] = {}
 
-    def open(self, stream: int, ranks: tuple[int, ...]) -> None:
+    def open(self, stream: int, ranks: tuple[int, ...], masters: tuple[int, ...]) -> None:
         """A stream without rows."""
         assert stream not in self._all, f"stream {stream} is open"
         assert ranks
         assert len(set(ranks)) == len(ranks)
-        self._all[stream] = Stream(stream, ranks)
+        assert masters
+        assert set(masters) <= set(ranks)
+        self._all[stream] = Stream(stream, ranks, masters)
         for rank in ranks:
             self._on[rank].append(self._all[stream])
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from gang_cell import (
+    ANSWER_S,
     GREEDY,
     LAYOUTS,
     Request,
@@ -30,7 +32,9 @@ from hypothesis import strategies as st
 from property_examples import examples
 from riders import reserve_riding, ride
 
+from csps.actors.engine.stream import Stream
 from csps.actors.mesh import GroupMaker
+from csps.protocols.conducting.streams import LEASES
 from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
 
 STRATEGIES = ("ulysses", "gathered_weights", "sp_tp_flat")
@@ -76,6 +80,33 @@ async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
         cell.cancel(1)
         await cell.freed(1, 2)
         cell.check_idle()
+
+
+async def test_instances_that_need_nothing_of_each_other_stay_together(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has run ahead would wait for the other as soon as both have a row in common."""
+    may_go_on = threading.Event()
+    iterate = Stream.iterate
+
+    def held(stream: Stream) -> list[int]:
+        if stream is slow:
+            assert may_go_on.wait(ANSWER_S)
+        return iterate(stream)
+
+    async with elastic_cell(tiny_llama, 2) as cell:
+        quick, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
+        monkeypatch.setattr(Stream, "iterate", held)
+        request = Request(
+            rid=1, prompt=prompt_of(20), shares=even_shares(20, [0]), sampling=greedy(200)
+        )
+        await reserve_riding(cell, request)
+        ride(cell, request, 20)
+        await eventually(lambda: quick.iterations == LEASES)
+        may_go_on.set()
+        await cell.until(lambda: cell.finished(1))
+        assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 200)
+        await cell.freed(1)
 
 
 @dataclass(frozen=True)

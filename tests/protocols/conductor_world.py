@@ -379,7 +379,7 @@ class World:
         """
         scenario, conductor = self.scenario, self.conductor
         for stream, line in scenario.lines.items():
-            conductor.open_stream(stream, line.ranks)
+            conductor.open_stream(stream, line.ranks, masters=line.ranks)
         for time, step in scenario.submits:
             self._submit(time, scenario.jobs[step].task)
         for time, stream, sequence, owner in scenario.joins:

@@ -327,6 +327,23 @@ def test_an_urgent_steps_late_report_stops_no_stream_beside_the_long_step() -> N
 # 6. Rows
 
 
+def test_no_master_runs_ahead_of_another() -> None:
+    """They may need nothing of each other, until a row of both or a step makes them wait."""
+    desk = Desk(3)
+    desk.open_stream(0, (0, 1, 2), masters=(0, 2))
+    desk.join(0, 0, 0, OWNER)
+    _, first, second = desk.entries()
+    for lease in (first, second):
+        desk.iterated(2, lease.seq, 0, NS)
+    assert desk.ops() == []
+    desk.iterated(0, first.seq, 0, 10 * NS)
+    assert desk.ops() == [Iterate(0, 1, 2)], "of 20 ms, by the slower master"
+    with pytest.raises(ProtocolError):
+        desk.iterated(0, first.seq, 0, NS)
+    with pytest.raises(ProtocolError):
+        desk.iterated(1, second.seq, 0, NS)
+
+
 def test_rows_join_and_leave_before_the_next_lease() -> None:
     desk = Desk(1)
     desk.rows(0, 0)

@@ -29,7 +29,7 @@ def rides(desk: Desk, prompt: int = 500, output: int = 10) -> cmd.Reserve:
     commands = desk.turn(desk.submit(prompt, output))
     (reserve,), (ride,) = only(commands, cmd.Reserve), only(commands, cmd.Ride)
     assert commands == [reserve, ride], "and nothing else"
-    assert ride == cmd.Ride(gang=GANG, sequence=reserve.sequence, budget=512)
+    assert ride == cmd.Ride(gang=GANG, sequence=reserve.sequence, budget=128)
     return reserve
 
 
