@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import threading
 import types
 import typing
 from typing import Any, Literal, TypeVar, Union
@@ -23,6 +24,9 @@ import msgspec
 from csps.protocols.errors import ProtocolError
 
 T = TypeVar("T")
+_first_use = threading.Lock()
+_known: set[type] = set()
+"""Classes that msgspec knows all about."""
 _SCALARS: frozenset[type] = frozenset({int, float, str, bool, bytes})
 
 
@@ -40,13 +44,24 @@ def unpack(cls: type[T], data: Any) -> T:
     ProtocolError
         `data` is not exactly a `cls`.
     """
-    message: type = cls
     try:
-        # Bytes travel as they are: text that may be base64 is not taken for them.
-        whole = msgspec.convert(data, _struct(message), builtin_types=(bytes,))
-        return msgspec.convert(whole, cls, from_attributes=True, builtin_types=(bytes,))
+        if cls in _known:
+            return _converted(cls, data)
+        # What msgspec finds out about a class it enters before it has all of it: a second thread
+        # that is the first as well would read nothing where a type should be, and crash.
+        with _first_use:
+            converted = _converted(cls, data)
+            _known.add(cls)
+            return converted
     except msgspec.ValidationError as exc:
         raise ProtocolError(f"{cls.__name__}: {exc}") from None
+
+
+def _converted(cls: type[T], data: Any) -> T:
+    message: type = cls
+    # Bytes travel as they are: text that may be base64 is not taken for them.
+    whole = msgspec.convert(data, _struct(message), builtin_types=(bytes,))
+    return msgspec.convert(whole, cls, from_attributes=True, builtin_types=(bytes,))
 
 
 @functools.cache

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import subprocess
+import sys
 from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
@@ -196,3 +199,10 @@ def test_a_job_travels() -> None:
     piece = replace(piece, sampling=messages.Sampling(logit_bias={5: 1.5}, logprobs=3))
     job = messages.PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 2), pieces=(piece,))
     assert unpack(messages.PrefillJob, over_the_wire(pack(job))) == job
+
+
+def test_threads_that_are_the_first_to_unpack_a_message() -> None:
+    """Also of a kind that is in others."""
+    program = Path(__file__).with_name("first_messages.py")
+    ended = subprocess.run([sys.executable, program], timeout=60, check=False)
+    assert ended.returncode == 0

@@ -1,0 +1,50 @@
+"""Threads that are the first to unpack a message of its kind, at once and again and again. Run as a
+program: msgspec, left to itself, ends the process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+
+from csps.protocols import messages
+from csps.protocols.schema import pack, unpack
+
+THREADS, ROUNDS = 2, 60
+
+
+class Round:
+    """Classes that nobody has unpacked."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Make all of them anew."""
+        it = importlib.reload(messages)
+        span = it.Span(start=0, stop=1)
+        shares = (it.KvShare(instance=0, span=span),)
+        piece = it.PrefillPiece(rid=1, start=0, length=1, history=shares, destinations=shares)
+        self.job = it.PrefillJob(job_id=1, group=(0,), bounds=(0, 1), pieces=(piece,))
+
+
+def main() -> None:
+    """Every thread unpacks a message in each round."""
+    sys.setswitchinterval(1e-6)
+    now = Round()
+    together = threading.Barrier(THREADS, action=now.begin)
+
+    def body() -> None:
+        for _ in range(ROUNDS):
+            together.wait()
+            assert unpack(type(now.job), pack(now.job)) == now.job
+
+    threads = [threading.Thread(target=body) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()
