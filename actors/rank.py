@@ -265,7 +265,7 @@ class Rank:
         )
 
     def check_health(self) -> None:
-        """Raise FaultError if a loop of this rank has died, or waits for what will not come."""
+        """Raise FaultError if a thread of this rank has died, or an iteration does not end."""
         if self._failure is not None:
             raise FaultError(f"rank {self.config.rank} is broken: {self._failure!r}")
         if self._loop is not None:

@@ -1,4 +1,4 @@
-"""The sampler that a rank's orders ask for, with what an earlier attempt has drawn remembered."""
+"""The sampler that a message asks for, with what an earlier attempt has drawn remembered."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The engine loop of a rank: it does what the gang's log says, entry by entry.
 
-Prefill and decode are not two loops: a step of a prompt and an iteration of the stream are entries
-of one log, which rank 0's conductor interleaves. A step that has come as far as it was told to
-stands still inside `_next_turn`, which does what else the log says; urgent steps and iterations run
-there, above its stack, so that a rank holds at most a long step, an urgent one and an iteration.
+A step of a prompt and an iteration of the stream are entries of one log, which rank 0's conductor
+interleaves. A step that has come as far as it was told to stands still inside `_next_turn`, which
+does what else the log says; urgent steps and iterations run there, above its stack, so that a rank
+holds at most a long step, an urgent one and an iteration.
 
 `run` is the engine thread's body. Everything else is called from other threads.
 """

@@ -54,7 +54,7 @@ def test_what_lies_between_two_chunks_goes_when_it_is_cancelled() -> None:
 
 
 def test_a_request_that_was_never_here_is_nobodys() -> None:
-    """Its KV may be the decode loop's, on a rank that does both."""
+    """Its KV may be the stream's, on a rank that does both."""
     assert not KvLifetime().cancel(7)
 
 
