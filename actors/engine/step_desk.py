@@ -3,7 +3,8 @@
 A member acknowledges a step when its slots are taken, so that a step begins at all members or at
 none and never waits inside for room. Where there is none, what a former router has left is still
 on its way out. A step behind that fits does not wait for one that does not: the router has given
-away no slot twice, so there will be room for both.
+away no slot twice, so there will be room for both. Unless they have a sequence in common: what the
+step behind brings back may be what the one before is to compute here and to give away.
 """
 
 from __future__ import annotations
@@ -53,11 +54,15 @@ class StepDesk:
             self._take_slots()
 
     def _take_slots(self) -> None:
+        waiting: set[int] = set()
         for number in list(self._roomless):
             run, _ = self._steps[number]
-            if run.take_slots():
+            sequences = {piece.rid for piece in run.job.pieces}
+            if waiting.isdisjoint(sequences) and run.take_slots():
                 del self._roomless[number]
                 self._acknowledge(number)
+            else:
+                waiting |= sequences
 
     def take(self, number: int) -> StepRun:
         """The step that the log begins now."""

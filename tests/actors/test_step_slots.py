@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,33 @@ from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 
-from csps.protocols.messages import Span
+from csps.actors.engine.step_desk import StepDesk
+from csps.protocols.messages import PrefillPiece, Span
+
+
+class Waiting:
+    """A step as the desk sees it."""
+
+    def __init__(self, number: int, rids: list[int], fits: bool) -> None:
+        pieces = [PrefillPiece(rid=rid, start=0, length=1) for rid in rids]
+        self.job = replace(job_of(pieces, [0]), job_id=number)
+        self.fits = fits
+
+    def take_slots(self) -> bool:
+        return self.fits
+
+
+def test_a_sequences_steps_take_slots_in_their_order() -> None:
+    """Others pass; else the earlier one might wait for what the later one has taken."""
+    acknowledged: list[int] = []
+    desk = StepDesk(acknowledged.append)
+    first = Waiting(1, [1, 2], fits=False)
+    for run in (first, Waiting(2, [2, 3], fits=True), Waiting(3, [3], True), Waiting(4, [4], True)):
+        desk.add(cast(Any, run), owner=1)
+    assert acknowledged == [4]
+    first.fits = True
+    desk.slots_came_back()
+    assert acknowledged == [4, 1, 2, 3]
 
 
 async def test_a_step_takes_all_slots_or_none(
