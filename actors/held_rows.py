@@ -7,6 +7,7 @@ appends to it, a slot a step. Shape suffixes as in `csps.kernels.decode_attentio
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from csps.actors.kv_pool import KvBlock, KvPool
 from csps.kernels.decode_attention import Run, SlotRuns
@@ -18,7 +19,7 @@ class RequestSlots:
 
     Args:
         layers: those that are going to be read; what they hold now is what will be seen of it.
-        answer: positions whose slots `append` takes one after the other.
+        answer: spans of positions whose slots `append` takes one after the other.
         computed: positions that the stream itself has computed, which `pool.view` knows nothing of.
     """
 
@@ -27,7 +28,7 @@ class RequestSlots:
         pool: KvPool,
         rid: int,
         layers: Iterable[int],
-        answer: Span | None = None,
+        answer: Sequence[Span] = (),
         computed: Span | None = None,
     ) -> None:
         self._kept = {
@@ -39,8 +40,8 @@ class RequestSlots:
             whole = [pool.written_runs(layer, rid) for layer in layers if layer not in self._kept]
         assert all(runs == whole[0] for runs in whole), f"layers of request {rid} differ"
         self._prompt = whole[0] if whole else []
-        self._free = [slot for run in pool.runs(rid, answer) for slot in run] if answer else []
-        self._free.reverse()
+        slots = (zip(it.positions, pool.slots(rid, it), strict=True) for it in answer)
+        self._free = [slot for _, slot in sorted(chain.from_iterable(slots), reverse=True)]
         self._answer: list[range] = []
 
     def append(self) -> int:

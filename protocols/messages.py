@@ -351,7 +351,7 @@ class Reserve:
     shares: tuple[KvShare, ...]
     """The whole prompt's KV placement over the gang's instances."""
     master: int
-    """Instance that embeds the request's tokens, stores their KV and draws the next one."""
+    """Instance that embeds the request's tokens and draws the next one."""
     prompt_length: int
     """Tokens to be prefilled, those of `drawn` included."""
     sampling: Sampling
@@ -361,6 +361,9 @@ class Reserve:
     prompt_tokens: bytes = b""
     drawn: bytes = b""
     """As in `PrefillPiece`."""
+    answer: tuple[KvShare, ...] = ()
+    """Who keeps the KV of which of the answer's positions, each of them once; several may take
+    turns. Empty: the master keeps it. Positions that the answer never has do not matter."""
     kept_only: bool = False
     """Layers may come without the tokens that they dropped (`CsaPlan.decode_kept_only`)."""
     trace: dict[str, str] = field(default_factory=dict)

@@ -303,6 +303,8 @@ class Request:
     master: int = 0
     sampling: Sampling = GREEDY
     kept_only: bool = False
+    answer: tuple[KvShare, ...] = ()
+    """Who keeps the answer's KV; empty: its master."""
     drawn: tuple[int, ...] = ()
     """The last tokens of `prompt`, if an earlier attempt has drawn them."""
 
@@ -317,6 +319,7 @@ class Request:
             sampling=self.sampling,
             prompt_tokens=self._asked.astype("<i4").tobytes(),
             drawn=np.array(self.drawn, "<i4").tobytes(),
+            answer=self.answer,
             kept_only=self.kept_only,
         )
 

@@ -60,6 +60,9 @@ class Batch:
     """By the peer whose decode rows they are; own ones under None."""
     held_pieces: dict[int | None, list[HeldPiece]] = field(default_factory=dict)
     """The same of pieces. Of own ones there is an entry also where nothing is held."""
+    growing: list[tuple[RequestSlots, int]] = field(default_factory=list)
+    """Own rows that decode and whose KV is kept here: each takes a slot in every iteration. Which
+    query row it is."""
     sent: dict[int, list[slice]] = field(default_factory=dict)
     """By peer: query rows whose keys and values it keeps."""
     received: dict[int, list[int]] = field(default_factory=dict)
@@ -123,13 +126,22 @@ class _Builder:
         return batch
 
     def _decode(self, row: Row) -> None:
-        master = row.request.master
+        master, keeper = row.request.master, row.keeper
         if row.slots is not None:
+            if keeper == self._here != master:
+                received = self._batch.received.setdefault(self._peer(master), [])
+                received.append(row.slots.append())
             self._held.setdefault(self._asker(master), []).append(row.slots)
             self._count_incoming(master, 1)
         if master == self._here:
-            self._ask({it.instance for it in row.shares_before(row.prompt)}, 1)
+            shares = (*row.shares_before(row.prompt), *row.answer)
+            at = self._ask({it.instance for it in shares}, 1)
             self._batch.decoding.append(row)
+            if keeper != self._here:
+                sent = self._batch.sent.setdefault(self._peer(keeper), [])
+                sent.append(slice(at, at + 1))
+            elif row.slots is not None:
+                self._batch.growing.append((row.slots, at))
 
     def _piece(self, row: Row, length: int) -> None:
         span = Span(start=row.next, stop=row.next + length)

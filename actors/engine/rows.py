@@ -5,7 +5,9 @@ A row that decodes computes one token an iteration, one that rides a piece of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,13 +68,28 @@ class Row:
         """Of the prompt, at the master of a row that rides."""
         return np.frombuffer(self.request.prompt, dtype="<i4")
 
+    @cached_property
+    def answer(self) -> tuple[KvShare, ...]:
+        """Who keeps the KV of the answer."""
+        return answer_of(self.request)
+
+    @property
+    def keeper(self) -> int:
+        """The instance that keeps the KV of the row's next token, once it decodes."""
+        return next(it.instance for it in self.answer if self.next in it.span.positions)
+
+    @property
+    def keeps_at_master(self) -> bool:
+        """No KV of the answer goes to another instance."""
+        return all(it.instance == self.request.master for it in self.answer)
+
     def shares_before(self, position: int) -> list[KvShare]:
         """Where the KV of the prompt's positions before this one lies."""
-        return _within(self.request, Span(start=0, stop=position))
+        return _within(self.request.shares, Span(start=0, stop=position))
 
     def shares_of(self, span: Span) -> list[KvShare]:
         """Where the KV of a piece of the prompt is to lie."""
-        return _within(self.request, span)
+        return _within(self.request.shares, span)
 
 
 def last_position(request: Reserve) -> int:
@@ -81,6 +98,14 @@ def last_position(request: Reserve) -> int:
     return request.prompt_length + max(0, to_come - 1)
 
 
-def _within(request: Reserve, span: Span) -> list[KvShare]:
-    cuts = [KvShare(instance=it.instance, span=span.intersection(it.span)) for it in request.shares]
+def answer_of(request: Reserve) -> tuple[KvShare, ...]:
+    """Where the KV of the answer's positions is to lie."""
+    answer = Span(request.prompt_length, last_position(request))
+    if not request.answer:
+        return (KvShare(instance=request.master, span=answer),)
+    return tuple(_within(request.answer, answer))
+
+
+def _within(shares: Sequence[KvShare], span: Span) -> list[KvShare]:
+    cuts = [KvShare(instance=it.instance, span=span.intersection(it.span)) for it in shares]
     return [cut for cut in cuts if cut.span.length]

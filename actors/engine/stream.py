@@ -26,7 +26,7 @@ from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine.batch import Batch, batch_of
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.held_attention import attend_held
-from csps.actors.engine.rows import Row, last_position
+from csps.actors.engine.rows import Row, answer_of, last_position
 from csps.actors.held_rows import RequestSlots
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
@@ -44,6 +44,7 @@ from csps.protocols.errors import (
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Change
 from csps.protocols.messages import Reserve, Span, TokenDrawn, Tokens
+from csps.protocols.placement import rest_of
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Stream:
     # --- called from other threads ---------------------------------------------------------
 
     def reserve(self, request: Reserve, owner: int) -> None:
-        """Set slots aside: this rank's share of the prompt, and the answer at its master.
+        """Set slots aside: this rank's shares of the prompt and of the answer.
 
         Args:
             owner: the router's attachment, at whose end the sequence leaves.
@@ -96,7 +97,13 @@ class Stream:
             OutOfSlots: the pool is too full; nothing was reserved.
             Cancelled: the sequence has been cancelled already, or its owner is gone.
             InvalidRequest: the sampling parameters do not fit the model.
+            ProtocolError: nobody is to keep some of the answer, or it is reserved already.
         """
+        answer = Span(request.prompt_length, last_position(request))
+        if request.answer and rest_of(answer, (it.span for it in request.answer)):
+            raise ProtocolError(
+                f"request {request.rid} has positions of its answer without a keeper"
+            )
         spans = shares_of(request.shares, self._engine.instance)
         # Made here and not when the row joins: bad parameters are refused now, and what long lists
         # cost does not delay the stream.
@@ -120,11 +127,9 @@ class Stream:
         if rid in self._reservations:
             raise ProtocolError(f"request {rid} is reserved already")
 
-    def _answer(self, request: Reserve) -> list[Span]:
-        """Positions of the answer, if it is stored here; its last token is never embedded."""
-        if request.master != self._engine.instance:
-            return []
-        return [Span(start=request.prompt_length, stop=last_position(request))]
+    def _answer(self, request: Reserve) -> tuple[Span, ...]:
+        """Positions of the answer that are kept here; its last token is never embedded."""
+        return shares_of(answer_of(request), self._engine.instance)
 
     def find(self, rid: int) -> Reservation | None:
         """The reservation that arriving KV belongs to."""
@@ -200,11 +205,12 @@ class Stream:
         computed by the stream."""
         answer = self._answer(request)
         spans = shares_of(request.shares, self._engine.instance)
-        if not answer and not any(span.length for span in spans):
+        # The master looks at what it has as well when it asks others, even if it has nothing.
+        masters = request.master == self._engine.instance
+        if not masters and not any(span.length for span in (*answer, *spans)):
             return None
         layers = range(self._engine.spec.layers)
-        grows = answer[0] if answer else None
-        return RequestSlots(self._engine.pool, request.rid, layers, grows, computed)
+        return RequestSlots(self._engine.pool, request.rid, layers, answer, computed)
 
     def _sampler(self, request: Reserve) -> TokenSampler:
         return sampler_of(request, self._engine.spec.vocab)
@@ -240,7 +246,7 @@ class Stream:
         return finished
 
     def _next_batch(self) -> Batch:
-        """It stays what it was as long as the same rows decode."""
+        """It stays what it was as long as the same rows decode, and keepers take no turns."""
         if self._same_for > 0:
             self._same_for -= 1
             return self._batch
@@ -248,7 +254,7 @@ class Stream:
         self._lengths = fill(states, self._budget)
         self._batch = batch_of(self._engine, self._rows, self._lengths)
         self.rides = any(it.next < it.prompt for it in states)
-        if not self.rides:
+        if not self.rides and all(row.keeps_at_master for row in self._rows):
             left = (it.stop - it.next for it in states if it.next < it.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
@@ -270,19 +276,19 @@ class Stream:
             return self._serve_others(batch)
         x_td = network.embed(_tokens(batch).to(device))
         rotary = network.rotary(_positions(batch).to(device))
-        slots = [row.slots.append() for row in batch.decoding if row.slots is not None]
-        slots_t = torch.tensor([*slots, *batch.stored_slots], dtype=torch.int64, device=device)
-        stored_t = torch.tensor(
-            [*range(len(slots)), *batch.stored_rows], dtype=torch.int64, device=device
-        )
+        slots = [held.append() for held, _ in batch.growing] + batch.stored_slots
+        stored = [row for _, row in batch.growing] + batch.stored_rows
+        slots_t = torch.tensor(slots, dtype=torch.int64, device=device)
+        stored_t = torch.tensor(stored, dtype=torch.int64, device=device)
+        stores_all = stored == list(range(batch.rows))
         if None in batch.held:
             batch.held[None].grown()
         for index, layer in enumerate(network.layers):
             q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
-            if batch.pieces:
-                pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
-            else:
+            if stores_all:
                 pool.write_slots(index, slots_t, k_rhd, v_rhd)
+            elif stored:
+                pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
             self._hand_over(batch, index, k_rhd, v_rhd)
             out_rhd = self._attend(batch, index, q_rhd, k_rhd, v_rhd)
             x_td = layer.finish(x_td, out_rhd.to(q_rhd.dtype))

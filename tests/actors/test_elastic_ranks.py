@@ -35,7 +35,9 @@ from riders import reserve_riding, ride
 from csps.actors.engine.stream import Stream
 from csps.actors.mesh import GroupMaker
 from csps.protocols.conducting.streams import LEASES
+from csps.protocols.errors import ProtocolError
 from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
+from csps.protocols.placement import round_robin
 
 STRATEGIES = ("ulysses", "gathered_weights", "sp_tp_flat")
 ANY_ROWS = ("ulysses", "gathered_weights")
@@ -109,6 +111,45 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
         await cell.freed(1)
 
 
+def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvShare, ...]:
+    kept = round_robin(start, start + tokens, keepers)
+    return tuple(KvShare(instance=i, span=span) for i, span in kept.items() if span.length)
+
+
+async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
+    """The master may be none of them; what they keep is even to within a token."""
+    async with elastic_cell(tiny_llama, 3) as cell:
+        pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
+        requests = [
+            Request(
+                rid=rid,
+                prompt=prompt_of(11 * rid, rid),
+                shares=laid_out("striped", 0, 11 * rid, [0, 1]),
+                master=rid % 3,
+                sampling=greedy(12),
+                answer=turns_of(11 * rid, 12, [2, 1]),
+            )
+            for rid in (1, 2, 3)
+        ]
+        for it in requests:
+            await cell.reserve(it)
+            cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
+        assert [pool.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
+        for it, answer in zip(requests, await cell.answer(*requests), strict=True):
+            assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), 12)
+        await cell.freed(1, 2, 3)
+        cell.check_idle()
+
+
+async def test_an_answer_that_nobody_keeps_is_refused(tiny_llama: Path) -> None:
+    async with elastic_cell(tiny_llama, 1) as cell:
+        gap = (KvShare(instance=0, span=Span(5, 9, 2)),)
+        request = Request(rid=1, prompt=prompt_of(5), shares=even_shares(5, [0]), answer=gap)
+        with pytest.raises(ProtocolError, match="without a keeper"):
+            await cell.reserve(request)
+        cell.check_idle()
+
+
 @dataclass(frozen=True)
 class Plan:
     """A request, in which way its prompt is computed, and whether anybody waits for the answer."""
@@ -145,6 +186,7 @@ class Story:
             shares=self._shares(holders),
             master=self.rng.randrange(instances),
             sampling=greedy(plan.tokens),
+            answer=self._turns(instances),
         )
         self._instances = instances
 
@@ -154,6 +196,13 @@ class Story:
             return laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
         cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
         return shares_at([0, *cuts, length], holders)
+
+    def _turns(self, instances: int) -> tuple[KvShare, ...]:
+        """Keepers of the answer, in turn."""
+        if self.rng.random() < 0.5:
+            return ()
+        keepers = self.rng.sample(range(instances), self.rng.randint(1, instances))
+        return turns_of(self.plan.length, self.plan.tokens, keepers)
 
     async def begin(self, cell: ThreadCell) -> None:
         """Send all of it at once."""

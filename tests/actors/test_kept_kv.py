@@ -151,7 +151,7 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     pool = make_pool()
     fill(pool, prompt, order)
     k_thd, v_thd = torch.randn(2, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    slots = RequestSlots(pool, RID, [1], span(prompt.tokens, prompt.tokens + 2))
+    slots = RequestSlots(pool, RID, [1], [span(prompt.tokens, prompt.tokens + 2)])
     for row in range(2):
         own = slice(row, row + 1)
         pool.write_slots(1, torch.tensor([slots.append()]), k_thd[own], v_thd[own])
