@@ -11,11 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 from device_budget import DEVICE, Device, DeviceBudget, device
+from gang_cell import bounds_of_rows, laid_out
 from strategy_ranks import job_of
 from test_launch_logs import STRATEGIES as STRATEGIES_OF_GANGS
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
 
+from csps.actors.engine.choice import ANY_ROWS
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.stream import Stream
 from csps.actors.job_clock import JobClock
@@ -27,7 +29,7 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.models.loading import load_network
 from csps.protocols.log_entries import Change
-from csps.protocols.messages import KvShare, Reserve, Sampling, Span
+from csps.protocols.messages import KvShare, PrefillJob, Reserve, Sampling, Span
 
 __all__ = ["device"]
 LAYERS, MORE_LAYERS, PROMPT, VOCAB = 3, 2, 40, 512
@@ -201,21 +203,28 @@ def test_a_layer_of_prefill_waits_for_nothing_and_costs_the_same_at_any_length(
 STRATEGIES = {name: make(4) for name, make in STRATEGIES_OF_GANGS.items()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "striped"),
+    [
+        *((name, False) for name in STRATEGIES),
+        *((name, True) for name in sorted(ANY_ROWS & STRATEGIES.keys())),
+    ],
+)
 def test_a_layer_of_no_strategy_waits_for_the_host(
-    device: Device, model: Path, strategy: str
+    device: Device, model: Path, strategy: str, striped: bool
 ) -> None:
     """Any member's; what the first layers look up for all may be copied."""
     for member in range(4):
         engine = engine_of(model)
         cast(NobodysMesh, engine.mesh).rank = member
-        bounds = [0, 9, 14, 30, 48]
-        job = job_of(bounds, [5, 40, 3])
+        job = job_of([0, 9, 14, 30, 48], [5, 40, 3])
+        if striped:
+            job = striped_job(job)
         layout = GangLayout(world_size=4, tp=1)
         engine = replace(engine, layout=layout)
         group = SpGroup(engine.mesh, layout, job, member, JobClock())
         with torch.inference_mode(), STRATEGIES[strategy](group, engine) as it:
-            rows = bounds[member + 1] - bounds[member]
+            rows = job.bounds[member + 1] - job.bounds[member]
             rotary = engine.network.rotary(torch.zeros(rows, dtype=torch.int64, device=DEVICE))
             x_td = torch.empty(rows, engine.spec.hidden, dtype=torch.bfloat16, device=DEVICE)
             copies = []
@@ -225,6 +234,14 @@ def test_a_layer_of_no_strategy_waits_for_the_host(
                 copies.append(budget.copies)
         assert not copies[-1]
         assert budget.kernels.total() <= 250
+
+
+def striped_job(job: PrefillJob) -> PrefillJob:
+    pieces = [
+        replace(it, rows=laid_out("striped", it.start, it.start + it.length, job.group))
+        for it in job.pieces
+    ]
+    return replace(job, pieces=tuple(pieces), bounds=tuple(bounds_of_rows(pieces, job.group)))
 
 
 def _keep(
