@@ -129,9 +129,9 @@ def ttft_over_time(axis: Any, results: Sequence[Result]) -> None:
         points = [(start, 1000 * ttft) for start, ttft in rows if ttft is not None]
         if points:
             every = -(-len(points) // MAX_POINTS)
-            axis.plot(
-                *np.array(points[::every]).T, label=name(result), linewidth=1, **style(number)
-            )
+            starts, ttfts = np.array(points[::every]).T
+            color = style(number)["color"]
+            axis.scatter(starts, ttfts, s=6, alpha=0.6, color=color, label=name(result))
     _finish(axis, xlabel="scheduled start (s)", ylabel="TTFT (ms)", logy=True)
 
 

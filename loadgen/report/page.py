@@ -74,7 +74,8 @@ def page(results: Sequence[Result], title: str) -> str:
 def draw_all(results: Sequence[Result]) -> Drawn:
     """All figures that the results have something for."""
     plans = [*_over_rates(results), *_OF_EVERY_RUN]
-    return [(name, caption, figures.figure(draw, results)) for name, caption, draw in plans]
+    drawn = [(name, caption, figures.figure(draw, results)) for name, caption, draw in plans]
+    return [it for it in drawn if it[2].axes[0].has_data()]
 
 
 def _over_rates(results: Sequence[Result]) -> Iterator[tuple[str, str, figures.Draw]]:
