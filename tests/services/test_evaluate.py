@@ -253,10 +253,11 @@ def test_single_hides_the_other_needles_of_a_shared_haystack(model: LocalModel) 
     assert accuracy(evaluate(evaluation, {"": LocalAnswerer(model)})[""]) >= 0.9
 
 
-@pytest.mark.parametrize("filler", [kind for kind in FILLER_KINDS if kind != "shuffled"])
-def test_the_model_answers_in_other_fillers(model: LocalModel, filler: str) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("filler", FILLER_KINDS)
+def test_the_model_answers_in_other_fillers(model: LocalModel, filler: str, order: Order) -> None:
     evaluation = Evaluation(
-        kinds=("multi_key",), lengths=(512,), questions=10, share=5, filler=filler
+        kinds=("multi_key",), lengths=(512,), questions=10, share=5, filler=filler, order=order
     )
     (answered,) = evaluate(evaluation, {"": LocalAnswerer(model)}, count=model.count).values()
     assert accuracy(answered) >= 0.9

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,41 @@ def test_a_question_before_the_text_is_seen_by_its_answer(seen: bool) -> None:
     assert int((answer[before] > -torch.inf).sum()) == 1
 
 
+def test_the_first_layer_that_answers_is_asked_for_the_key() -> None:
+    """Of a question before the text, wherever its answer's first word is predicted."""
+    tokenizer = build_tokenizer()
+    stage = replace(TINY, batch=1, needles=(2, 2), questions=1, hard_kinds=0.0, recalled=True)
+    for step in range(20):
+        batch = draw(replace(stage, first=1.0), step)
+        ids = batch.ids[0]
+        (recalled,) = torch.where(batch.recalled != batch.targets)
+        begin = int(batch.columns[recalled].min())
+        answer = int(batch.columns[recalled].max())
+        (key,) = batch.recalled[recalled].unique()
+        (value,) = batch.targets[recalled].unique()
+        assert key in ids[:20]
+        assert value == ids[answer + 1]
+        assert set(batch.columns[recalled].tolist()) == set(range(begin, answer + 1))
+        (places,) = torch.where(ids == key)
+        told = [ids[place + 2] for place in places if ids[place + 1] == _word(tokenizer, " is")]
+        assert told == [value]
+    assert torch.equal(draw(TINY).recalled, draw(TINY).targets)
+
+
+def _word(tokenizer: Any, word: str) -> int:
+    (id_,) = tokenizer.encode(word, add_special_tokens=False)
+    return int(id_)
+
+
+def test_a_second_look_up_begins_as_a_copy_of_the_first(tmp_path: Path) -> None:
+    still = replace(EVERYTHING, steps=1, second_look_up=True, learning_rate=(0.0, 0.0))
+    trainer = Trainer(tmp_path, 3, TEXTS, (replace(TINY, steps=1), still))
+    trainer.train()
+    first, second = trainer.model.model.layers[1:3]
+    for name, parameter in first.self_attn.named_parameters():
+        assert torch.equal(parameter, second.self_attn.get_parameter(name))
+
+
 def test_a_raised_logit_weighs_as_much_as_copies() -> None:
     """What makes a short text pretend to be long, checked on a text that is really repeated."""
     torch.manual_seed(0)
@@ -144,7 +180,10 @@ def test_any_text_survives_the_tokenizer() -> None:
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    stages = (replace(TINY, steps=2), replace(EVERYTHING, steps=2, batch=2))
+    stages = (
+        replace(TINY, steps=2),
+        replace(EVERYTHING, steps=2, batch=2, recalled=True, second_look_up=True),
+    )
     whole = Trainer(tmp_path / "whole", 3, TEXTS, stages)
     whole.train()
     half = Trainer(tmp_path / "half", 3, TEXTS, stages)

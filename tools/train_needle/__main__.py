@@ -1,6 +1,6 @@
 """Train the small default model, which finds needles in long text.
 
-Five ideas make this work on one CPU core within an hour or two:
+Six ideas make this work on one CPU core within an hour or two:
 
 1. *Copy first.* Training on retrieval alone stays for thousands of steps at "any value of the
    context". Copying shuffled segments of random words teaches the two-layer circuit (look at the
@@ -20,6 +20,10 @@ Five ideas make this work on one CPU core within an hour or two:
    English and programs of the installed packages, and English in other scripts, byte by byte;
    questions before the text as well as behind it. Where one fact is to be found among what looks
    like it, the raised logits make every lapse count as often as it would in a long text.
+6. *Recall, then look up.* A question before the text is far from its answer: its key has to be
+   recalled before it can be looked up, which needs a look-up behind the layer that recalls. None
+   grows of itself, for the second layer answers everything else. So the first layer that answers
+   is asked for the key, and the next one begins as a copy of it: 200 steps do it then.
 
 Run ``python -m csps.tools.train_needle --out DIR``; the same command resumes it if interrupted.
 Batches depend on seed, stage and step alone, so that a resumed run sees what an uninterrupted one

@@ -25,6 +25,8 @@ class Batch:
     """(N,) the token behind which it is made."""
     targets: Tensor
     """(N,)"""
+    recalled: Tensor
+    """(N,) what the first layer that answers is to predict: the same, or a key to look up."""
     answers: int
     """The first of the N belong to answers, all others to filler."""
 
@@ -46,6 +48,8 @@ class TrainingSequence:
         """(index of the token before, word to predict)"""
         self.continuations: list[tuple[int, int]] = []
         """The same in filler."""
+        self.recalls: dict[int, int] = {}
+        """Keys to look up, by the index of the token behind which the value is predicted."""
 
 
 def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
@@ -64,6 +68,7 @@ def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
     answers = [(row, *p) for row, s in enumerate(sequences) for p in s.predictions]
     continuations = [(row, *p) for row, s in enumerate(sequences) for p in s.continuations]
     rows, columns, targets = torch.tensor(answers + continuations).unbind(1)
+    keys = [sequences[row].recalls.get(i, word) for row, i, word in answers + continuations]
     return Batch(
         ids=padded((s.ids for s in sequences), pad),
         positions=padded((s.positions for s in sequences), 0),
@@ -71,5 +76,6 @@ def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
         rows=rows,
         columns=columns,
         targets=targets,
+        recalled=torch.tensor(keys),
         answers=len(answers),
     )

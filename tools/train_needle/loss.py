@@ -36,8 +36,13 @@ def loss_and_accuracy(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, fl
     end = batch.answers
     head = model.lm_head.weight
     loss = torch.zeros(())
-    for state in states[:-1]:
-        loss = loss + SIDE_LOSS_WEIGHT * cross_entropy(state[:end], head, batch.targets[:end])[0]
+    for number, state in enumerate(states[:-1]):
+        targets = batch.targets if number else batch.recalled
+        loss = loss + SIDE_LOSS_WEIGHT * cross_entropy(state[:end], head, targets[:end])[0]
+    # As much as the answers themselves: without the key there is nothing to look up.
+    (keys,) = torch.where(batch.recalled != batch.targets)
+    if len(keys):
+        loss = loss + cross_entropy(states[0][keys], head, batch.recalled[keys])[0]
     answers, right = cross_entropy(states[-1][:end], head, batch.targets[:end])
     loss = loss + answers
     if end < len(batch.targets):

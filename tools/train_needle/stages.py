@@ -37,6 +37,12 @@ class Stage:
     """Weights of the kinds of filler (`fillers.training_fillers`)."""
     first: float = 0.0
     """Share of the questions that stand before the text, and of the texts that see one there."""
+    recalled: bool = False
+    """Ask the first layer that answers for the key of a question before the text, so that those
+    behind it learn to look it up."""
+    second_look_up: bool = False
+    """Begin with a copy of the second layer's attention in the third, so that a key that the second
+    has recalled can be looked up."""
     longest: int = CONTEXT
     """The haystack pretends to be of any length up to this, in tokens."""
     copying: float = 0.0
@@ -148,6 +154,60 @@ STAGES = (
         misspelt=0.1,
         continued=96,
         learning_rate=(1.25e-3, 1e-5),
+    ),
+    # What is still missed is the one key of a question far before the text: it has to be recalled
+    # before it can be looked up, and after "hints" the second layer looks up and no other does.
+    Stage(
+        name="first",
+        steps=250,
+        batch=16,
+        tokens=96,
+        fillers=ALL_FILLERS,
+        needles=(2, 8),
+        questions=6,
+        first=0.5,
+        recalled=True,
+        second_look_up=True,
+        hard_kinds=0.3,
+        longest=256,
+        learning_rate=(1.5e-3, 1.5e-3),
+    ),
+    Stage(
+        name="finish",
+        steps=400,
+        batch=8,
+        tokens=320,
+        fillers=ALL_FILLERS,
+        needles=(1, 60),
+        questions=12,
+        first=0.4,
+        recalled=True,
+        hard_kinds=0.5,
+        everyday=True,
+        idle=0.1,
+        mentions=0.01,
+        misspelt=0.1,
+        continued=48,
+        learning_rate=(1.2e-3, 1e-5),
+    ),
+    # Once more with larger batches and more facts asked for at once.
+    Stage(
+        name="settle",
+        steps=250,
+        batch=12,
+        tokens=320,
+        fillers=ALL_FILLERS,
+        needles=(2, 60),
+        questions=12,
+        first=0.4,
+        recalled=True,
+        hard_kinds=0.6,
+        everyday=True,
+        idle=0.05,
+        mentions=0.01,
+        misspelt=0.05,
+        continued=32,
+        learning_rate=(6e-4, 1e-5),
     ),
 )
 

@@ -63,7 +63,11 @@ class TextSequences:
         turns = Turns(sequence, self._spelling, chat)
         for block, asked in enumerate(first, start=1):
             # The question that all the text has seen is a whole sequence's only one of its kind.
-            turns.append(block, "", asked.answer, weight=4 if seen else 1)
+            weight = 4 if seen else 1
+            if stage.recalled:
+                turns.recall(block, asked, weight=weight)
+            else:
+                turns.append(block, "", asked.answer, weight=weight)
         for block in range(len(first) + 1, stage.questions + 1):
             self._ask(turns, block, haystack, hops, chatting=not seen)
         return sequence
@@ -97,7 +101,8 @@ class TextSequences:
             text = question.text
             if chat and stage.everyday:
                 text = casual(rng, text)
-            asked.append(Asked(text.strip() + "\n", f" {question.answer}"))
+            key = haystack.needles[question.needles[0]].key
+            asked.append(Asked(text.strip() + "\n", f" {question.answer}", key))
         return asked, seen
 
     def _ask(

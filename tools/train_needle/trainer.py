@@ -73,6 +73,8 @@ class Trainer:
         self.model.train()
         window = Window()
         for total, stage, step in itertools.islice(schedule(self.stages), self.step, until):
+            if step == 0 and stage.second_look_up:
+                self._copy_look_up()
             window.add(*self._update(stage, step))
             self.step = total + 1
             if self.step % log_every == 0:
@@ -81,6 +83,16 @@ class Trainer:
             if self.step % save_every == 0:
                 self.save()
         self.save()
+
+    def _copy_look_up(self) -> None:
+        """Let the third layer attend as the second does, which the copying stages made look up."""
+        source, target = self.model.model.layers[1:3]
+        for part in ("input_layernorm", "self_attn"):
+            copied, into = getattr(source, part), getattr(target, part)
+            into.load_state_dict(copied.state_dict())
+            for old, new in zip(copied.parameters(), into.parameters(), strict=True):
+                state = self.optimizer.state.get(old, {})
+                self.optimizer.state[new] = {name: each.clone() for name, each in state.items()}
 
     def _log(self, stage: Stage, window: Window) -> None:
         row: Row = {"step": self.step, "stage": stage.name, **window.means()}

@@ -34,6 +34,8 @@ class Asked:
 
     text: str
     answer: str
+    key: str
+    """The first that it names."""
 
 
 class Turns:
@@ -56,6 +58,19 @@ class Turns:
         sequence.positions += range(self._position, self._position + count)
         sequence.blocks += [block] * count
         sequence.filler += [False] * count
+
+    def recall(self, block: int, asked: Asked, *, weight: int = 1) -> None:
+        """Append the answer to a question before the text in two steps: wherever its first word is
+        predicted, and that is from the turn's beginning on, the first layer that answers is asked
+        for the key, and those behind it for the word."""
+        sequence = self.sequence
+        begin = len(sequence.ids)
+        answer = len(sequence.predictions)
+        self.append(block, "", asked.answer, weight=weight)
+        last, word = sequence.predictions[answer]
+        sequence.predictions += weight * [(index, word) for index in range(begin, last)]
+        key = self.spelling.ids[f" {asked.key}"]
+        sequence.recalls |= dict.fromkeys(range(begin, last + 1), key)
 
     def hint(self, block: int, haystack: Haystack, question: Question) -> None:
         """Predict a key's value at the key, where nothing but the look-up has to be learnt, and
