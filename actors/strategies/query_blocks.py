@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK_PRODUCTS = 2**31
 """Multiplications of q·k in one block of queries, between which other work may run: a twentieth of
 a second on a core, as long as blocks are not kept at their least rows."""
-MIN_BLOCK_ROWS = 768
+MIN_BLOCK_ROWS = 1024
 """Shorter blocks make attention slower, as torch then works off fewer queries at a time. With many
 keys such a block takes longer: near a second at 256K."""
 
