@@ -405,7 +405,7 @@ class Rank:
         if not self.config.may_prefill:
             raise ProtocolError("a decode rank runs no prefill jobs")
         try:
-            check_job(job, self.engine.spec)
+            check_job(job, self.engine.spec, in_place=self.config.may_decode)
         except ConfigError as error:
             # jobs come as notifications, which have no answer
             self.loop.refuse(job, error)

@@ -26,13 +26,17 @@ ANY_ROWS = frozenset({"ulysses", "gathered_weights"})
 """Need nothing of rows but their positions; the others take rows that are cut at the bounds."""
 
 
-def check_job(job: PrefillJob, spec: ModelSpec) -> None:
+def check_job(job: PrefillJob, spec: ModelSpec, *, in_place: bool = False) -> None:
     """Refuse a job that `strategy_of` cannot run, when it arrives: an exception of the thread that
     runs it would take the gang along. All ranks of the gang judge alike.
 
+    Args:
+        in_place: the gang decodes what it computes where it lies.
+
     Raises:
         ConfigError: an unknown strategy, rows that it does not take, a plan for one that takes
-            none, or ratios per KV head that are not those of the model.
+            none, ratios per KV head that are not those of the model, or KV to be narrowed on its
+            way to decode that stays where it is.
     """
     known = WITHOUT_PLAN | WITH_PLAN
     if job.strategy not in known:
@@ -51,6 +55,11 @@ def check_job(job: PrefillJob, spec: ModelSpec) -> None:
             f"one are {', '.join(sorted(WITH_PLAN))}"
         )
     job.csa.check_kv_heads(spec.kv_heads)
+    if in_place and job.csa.decode_kept_only:
+        raise ConfigError(
+            "decode_kept_only narrows KV on its way to another gang; an elastic gang decodes where "
+            "the prompt's KV lies, whole"
+        )
 
 
 def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strategy]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from gang_cell import GREEDY, Cell, Request, even_shares, job_of, laid_out, prompt_of
-from gang_threads import thread_cell
+from gang_threads import elastic_cell, thread_cell
 from greedy_reference import greedy_tokens
 
 from csps.protocols.csa import CsaPlan, LayerGroup
@@ -59,6 +60,16 @@ async def test_a_job_that_no_strategy_can_run_is_refused(tiny_llama: Path) -> No
             await check_asked(cell, job, what)
             await check_told(cell, it, job, what)
         await check_serves(cell, tiny_llama)
+
+
+async def test_an_elastic_gang_keeps_what_decode_is_to_see_whole(tiny_llama: Path) -> None:
+    async with elastic_cell(tiny_llama, 2) as cell:
+        cell.failures_expected = True
+        it = request(1)
+        job = job_of(
+            [it.piece()], GROUP, strategy="csa", csa=replace(plan(0.5), decode_kept_only=True)
+        )
+        await check_asked(cell, job, "an elastic gang decodes where the prompt's KV lies")
 
 
 async def check_asked(cell: Cell, job: PrefillJob, what: str) -> None:

@@ -153,7 +153,8 @@ class _Round:
 
     def _bound(self, blocked: RequestView) -> None:
         end_by_ns = self._view.blocked_ns(blocked) + self._options.overtaking_ns
-        self._end_by_ns = min(end_by_ns, self._end_by_ns or end_by_ns)
+        if self._end_by_ns is None or end_by_ns < self._end_by_ns:
+            self._end_by_ns = end_by_ns
 
     def _try(self, start: Callable[[CspsPair], Verdict]) -> Verdict:
         """The best that any pair of gangs has to say."""

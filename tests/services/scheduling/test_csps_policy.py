@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from policy_view import TOKEN_NS, Busy, Picture, group, numbers, plans, sizes, waiting
 from property_examples import examples
@@ -126,6 +126,18 @@ def test_urgent_steps_never_exceed_what_a_long_step_has_left_to_be_delayed(
 
 
 @given(PICTURES)
+@example(
+    Picture(  # a bound that ends at time zero is a bound
+        requests=[
+            *(waiting(number, 1, 1) for number in range(5)),
+            waiting(5, 1, 2),
+            waiting(6, 1, 1, blocked_ns=50 * TOKEN_NS),
+            waiting(7, 1, 1),
+        ],
+        prefill=[Busy(free=6)],
+        decode=[Busy(free=12)],
+    )
+)
 @PATIENT
 def test_nobody_passes_whom_it_would_delay_beyond_the_bound(picture: Picture) -> None:
     """With a bound of no time at all, nobody starts who is younger than a blocked request."""
