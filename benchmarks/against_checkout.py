@@ -1,0 +1,191 @@
+"""Two checkouts' servers side by side: the same requests in turns, and the ratio of what they take.
+
+    git worktree add ../before e66d412
+    python benchmarks/against_checkout.py ../before . [--rounds 20] [--json FILE]
+
+Both servers are up on the same cores, and whoever's turn it is not stands still; the order changes
+with each round. Printed are medians, and the median of the rounds' ratios with its 95 % interval
+(bootstrap). Processor time is that of all processes of a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import report
+
+FIRST_PORT = 8211
+START_S, STOP_S, PATIENCE_S = 240.0, 120.0, 180.0
+LONG, BEHIND, SHORT, ANSWER = 16_000, 32_000, 200, 16
+HEAD_START_S = 0.5
+"""Of a long prompt before the short one."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One checkout's, deployed with its own settings."""
+
+    folder: Path
+    port: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its commands; its processes inherit it, and are known by it."""
+        return {**os.environ, "PYTHONPATH": str(self.folder / "src")}
+
+    def command(self, *arguments: str) -> list[str]:
+        """`csps ...`, wherever this checkout has it."""
+        module = "csps.cli" if (self.folder / "src/csps/cli.py").exists() else "csps.services.cli"
+        return [sys.executable, "-m", module, *arguments]
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        """Serving."""
+        run = {"cwd": self.folder, "env": self.environment, "check": True}
+        serve = self.command("serve", "--port", str(self.port), "--no-demo")
+        try:
+            subprocess.run(serve, timeout=START_S, stdout=subprocess.DEVNULL, **run)
+            yield
+        finally:
+            subprocess.run(self.command("stop"), timeout=STOP_S, stdout=subprocess.DEVNULL, **run)
+
+    def processes(self) -> list[psutil.Process]:
+        """All of the server's, once it is up."""
+        own = self.environment["PYTHONPATH"]
+        return [it for it in psutil.process_iter() if _python_path(it) == own]
+
+
+def _python_path(process: psutil.Process) -> str:
+    try:
+        return str(process.environ().get("PYTHONPATH", ""))
+    except psutil.Error:
+        return ""
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+class Client:
+    """Asks one server. Prompts are random tokens, no two alike."""
+
+    def __init__(self, server: Server) -> None:
+        self._url = f"http://127.0.0.1:{server.port}/v1/completions"
+        self._processes = server.processes()
+        self._rng = np.random.default_rng(server.port)
+
+    def _body(self, tokens: int, answer: int, **fields: Any) -> dict[str, Any]:
+        prompt = self._rng.integers(200, 900, tokens).tolist()
+        common = {"model": "needle", "temperature": 0, "ignore_eos": True}
+        return {**common, "prompt": prompt, "max_tokens": answer, **fields}
+
+    def first_token_s(self, tokens: int) -> float:
+        """Until the first text."""
+        begin, found = time.perf_counter(), 0.0
+        body = self._body(tokens, 2, stream=True)
+        with httpx.stream("POST", self._url, json=body, timeout=PATIENCE_S) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line.startswith("data: {") and not found:
+                    found = time.perf_counter() - begin
+        return found
+
+    def behind_a_long_one_s(self) -> float:
+        """A short prompt's first token."""
+        long = threading.Thread(target=self.first_token_s, args=(BEHIND,))
+        long.start()
+        time.sleep(HEAD_START_S)
+        short_s = self.first_token_s(SHORT)
+        long.join()
+        return short_s
+
+    def whole_s(self) -> float:
+        """A short request, not streamed."""
+        begin = time.perf_counter()
+        response = httpx.post(self._url, json=self._body(SHORT, ANSWER), timeout=PATIENCE_S)
+        assert response.status_code == 200, response.text
+        return time.perf_counter() - begin
+
+    def with_cpu(self, measure: Callable[[], float]) -> tuple[float, float]:
+        """What `measure` says, and the server's processor time meanwhile."""
+        before = _cpu_s(self._processes)
+        return measure(), _cpu_s(self._processes) - before
+
+
+def one_round(client: Client, *, with_long: bool) -> dict[str, float]:
+    """Everything once, in seconds."""
+    ttft, ttft_cpu = client.with_cpu(lambda: client.first_token_s(LONG))
+    whole, whole_cpu = client.with_cpu(
+        lambda: statistics.median(client.whole_s() for _ in range(5))
+    )
+    figures = {"ttft": ttft, "ttft_cpu": ttft_cpu, "whole": whole, "whole_cpu": whole_cpu / 5}
+    return {**figures, "behind": client.behind_a_long_one_s()} if with_long else figures
+
+
+def compared(rounds: list[dict[str, dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row for each figure."""
+    rows = []
+    for name in rounds[0]["new"]:
+        ratios = [it["new"][name] / it["old"][name] for it in rounds]
+        draws = (random.choices(ratios, k=len(ratios)) for _ in range(2000))
+        medians = sorted(map(statistics.median, draws))
+        rows.append(
+            {
+                "figure": name,
+                "old_s": statistics.median(it["old"][name] for it in rounds),
+                "new_s": statistics.median(it["new"][name] for it in rounds),
+                "ratio": statistics.median(ratios),
+                "low": medians[50],
+                "high": medians[1950],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print a row for each figure."""
+    parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--behind", action="store_true", help="also a short prompt behind a long")
+    args = parser.parse_args()
+    old, new = (
+        Server(folder.resolve(), FIRST_PORT + index)
+        for index, folder in enumerate((args.old, args.new))
+    )
+    rounds: list[dict[str, dict[str, float]]] = []
+    with old.up(), new.up():
+        clients = {"old": Client(old), "new": Client(new)}
+        for client in clients.values():
+            client.first_token_s(LONG)
+        for number in range(args.rounds):
+            order = list(clients) if number % 2 else list(reversed(clients))
+            rounds.append({it: one_round(clients[it], with_long=args.behind) for it in order})
+    report.publish({"benchmark": "against_checkout", "rounds": rounds}, compared(rounds), args.json)
+
+
+if __name__ == "__main__":
+    main()
