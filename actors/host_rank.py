@@ -14,7 +14,8 @@ import os
 import sys
 
 from csps.actors.mesh import HostedStore, StoreAddress, host_store
-from csps.actors.rank import Rank, RankConfig
+from csps.actors.rank import Rank
+from csps.actors.rank_config import RankConfig
 
 
 def main(arguments: list[str]) -> None:

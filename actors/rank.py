@@ -14,26 +14,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from csps.actors.engine.choice import check_job
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
 from csps.actors.engine.loop import EngineLoop
+from csps.actors.engine.open_log import STREAM, open_log
 from csps.actors.engine.step_run import parts_of, ranks_of
 from csps.actors.kv_pool import KvPool
-from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.receiver import KvReceiver
-from csps.actors.kv_transfer.sender import KvSender
+from csps.actors.kv_transfer.link import KvLink
 from csps.actors.launch_order import LaunchOrder
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import (
-    JOIN_DEADLINE,
     GroupMaker,
     HostedStore,
     InstanceGroup,
@@ -43,13 +39,13 @@ from csps.actors.mesh import (
 )
 from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.name_digest import name_digest
+from csps.actors.rank_config import RankConfig
 from csps.actors.rpc_thread import RpcThread
 from csps.models.checkpoint import open_checkpoint
 from csps.models.loading import read_network
 from csps.protocols import schema
 from csps.protocols.conductor import Conductor, StepTask
 from csps.protocols.errors import (
-    Cancelled,
     ConfigError,
     ConnectionLost,
     FaultError,
@@ -57,19 +53,15 @@ from csps.protocols.errors import (
     Superseded,
 )
 from csps.protocols.fence import Fence
-from csps.protocols.log_connection import join_log
-from csps.protocols.log_listener import LogListener
 from csps.protocols.messages import (
     Attach,
     CancelRequest,
     ConnectKv,
     JoinBatch,
-    LinkBroken,
     PrefillJob,
     RankDescription,
     RankStats,
     Reserve,
-    Role,
 )
 from csps.protocols.rpc_server import Handler, Peer
 
@@ -81,50 +73,6 @@ LOOP_END_S = 2.0
 """For the loop to end by itself when a rank closes; then its peers are cut off."""
 THREADS_END_S = 5.0
 """For all threads to end that have waited for peers."""
-STREAM = 0
-"""The one stream of a gang that may decode."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankConfig:
-    """What a rank is told at birth."""
-
-    model_dir: str
-    role: Role
-    rank: int
-    world_size: int
-    """Ranks of the gang."""
-    tp: int = 1
-    gang_id: str
-    """New for every incarnation of a gang."""
-    kv_slots: int
-    """Tokens that the rank's KV pool can hold."""
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int = 1
-    """Torch threads of this process."""
-    host: str = "127.0.0.1"
-    """Address that peers and the router reach this rank at."""
-    location: str = "0-0-0"
-    """Rack-Server-GPU id."""
-    max_positions: int | None = None
-    """Limit of prompt and answer; None takes the checkpoint's."""
-    kv_in_flight_bytes: int = 32 * 2**20
-    """Host memory for KV on its way to or from another gang."""
-    kv_checksum: float = 0.0
-    """Share of messages of KV whose bytes are compared where they land, 0 to 1."""
-    quantum_ms: float = 50.0
-    """About how long a step computes before something else may have the rank."""
-
-    @property
-    def may_prefill(self) -> bool:
-        """It runs steps."""
-        return self.role != "decode"
-
-    @property
-    def may_decode(self) -> bool:
-        """It has a stream."""
-        return self.role != "prefill"
 
 
 class Rank:
@@ -152,9 +100,7 @@ class Rank:
         self._fence = Fence()
         self._router: Peer | None = None
         self._router_id = ""
-        self._epoch = ""
-        self._receiver: KvReceiver | None = None
-        self._sender: KvSender | None = None
+        self._link: KvLink | None = None
         self._log: ConductorEnd | MemberEnd | None = None
         self._loop: EngineLoop | None = None
         self._groups: list[Mesh | InstanceGroup] = []
@@ -196,37 +142,14 @@ class Rank:
         )
         self._groups.append(mesh)
         self.engine = self._build_engine(mesh, instance)
-        self._log = self._join_log(store)
+        self._log = open_log(config, store, self._store_address.host, self._secret)
         in_place = config.may_prefill and config.may_decode
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
+        self._link = KvLink(config, self.engine, self._loop, self._notify, self._break)
         if isinstance(self._log, ConductorEnd):
             self._spawn("conductor", self._log.run)
         self._spawn("engine", self._loop.run)
         return self._rpc.start(config.host)
-
-    def _join_log(self, store: Store) -> ConductorEnd | MemberEnd:
-        """Rank 0 hosts the conductor; the others learn from the gang's store where."""
-        config, deadline_s = self.config, JOIN_DEADLINE.total_seconds()
-        key = f"{config.gang_id}/log"
-        if config.rank:
-            port = int(store.get(key))
-            host = self._store_address.host
-            connection = join_log(
-                host, port, rank=config.rank, secret=self._secret, deadline_s=deadline_s
-            )
-            return MemberEnd(connection)
-        conductor = Conductor(config.world_size, int(config.quantum_ms * 1e6))
-        if config.may_decode:
-            ranks = range(config.world_size)
-            conductor.open_stream(STREAM, tuple(ranks), masters=tuple(ranks[:: config.tp]))
-        listener = LogListener(config.host)
-        try:
-            store.set(key, str(listener.port))
-            others = range(1, config.world_size)
-            members = listener.accept(others, secret=self._secret, deadline_s=deadline_s)
-        finally:
-            listener.close()
-        return ConductorEnd(conductor, members)
 
     def _build_engine(self, mesh: Mesh, instance: InstanceGroup) -> Engine:
         config = self.config
@@ -279,11 +202,11 @@ class Rank:
         if isinstance(self._log, ConductorEnd):
             self._log.tell(Conductor.shutdown)
         _join([it for it in self._threads if it.name == "engine"], LOOP_END_S)
-        ends = [it for it in (self._sender, self._receiver) if it is not None]
+        kv_threads = self._link.threads if self._link is not None else []
         self._leave_groups()
         # Who comes back from a wait inside torch when the interpreter has ended brings the process
         # down.
-        _join([*self._threads, *(thread for end in ends for thread in end.threads)], THREADS_END_S)
+        _join([*self._threads, *kv_threads], THREADS_END_S)
         self._rpc.close()
 
     def _spawn(self, name: str, body: Callable[[], None]) -> None:
@@ -318,7 +241,8 @@ class Rank:
     def _leave_groups(self) -> None:
         if self._log is not None:
             self._log.close()  # first: it tells the other ranks at once
-        self._leave_connection()
+        if self._link is not None:
+            self._link.leave()
         for group in self._groups:
             group.close()
 
@@ -347,6 +271,11 @@ class Rank:
         """What this rank does, once it was started."""
         assert self._loop is not None, "the rank was started"
         return self._loop
+
+    @property
+    def _kv_link(self) -> KvLink:
+        assert self._link is not None, "the rank was started"
+        return self._link
 
     @property
     def attached(self) -> bool:
@@ -425,7 +354,7 @@ class Rank:
     def _reserve(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
         self._require_decoding()
-        self.loop.stream.reserve(schema.unpack(Reserve, payload), self._owner)
+        self.loop.stream.reservations.reserve(schema.unpack(Reserve, payload), self._owner)
 
     def _join(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
@@ -486,74 +415,21 @@ class Rank:
             rank=self.config.rank,
             kv_slots=pool.capacity,
             kv_used=pool.used,
-            requests=loop.stream.reserved,
+            requests=len(loop.stream.reservations),
             running=loop.stream.running,
             waiting=loop.waiting,
             iterations=loop.stream.iterations,
             iterating_s=loop.stream.iterating_s,
         )
 
-    # --- KV connection ----------------------------------------------------------------------------
-
     async def _connect_kv(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
         message = schema.unpack(ConnectKv, payload)
-        self._leave_connection()
-        self._epoch = message.epoch
+        link = self._kv_link
+        link.begin(message.epoch)
         # The group forms in a thread of its own: it blocks until all ranks of both gangs arrive.
-        connection = await self._rpc.in_thread("connect-kv", lambda: self._join_connection(message))
-        if self._epoch != message.epoch:
-            connection.close()
-            raise Cancelled(f"KV connection {message.epoch} was given up for {self._epoch}")
-        self._use_connection(connection, message.epoch)
-
-    def _use_connection(self, connection: KvConnection, epoch: str) -> None:
-        def lost(reason: str) -> None:
-            message = LinkBroken(epoch=epoch, rank=self.config.rank, reason=reason)
-            self._notify("link_broken", message)
-
-        if not self.config.may_decode:
-            self._sender = KvSender(
-                connection,
-                self.engine.pool,
-                self.engine.spec,
-                rank=self.config.rank,
-                in_flight_bytes=self.config.kv_in_flight_bytes,
-                checked=self.config.kv_checksum,
-                on_lost=lost,
-                on_broken=self._break,
-            )
-            self.loop.use_sender(self._sender)
-        else:
-            self._receiver = KvReceiver(
-                connection,
-                self.engine.pool,
-                rank=self.config.rank,
-                in_flight_bytes=self.config.kv_in_flight_bytes,
-                find=self.loop.stream.find,
-                on_landed=lambda landed: self._notify("landed", landed),
-                on_failed=lambda failed: self._notify("failed", failed),
-                on_lost=lost,
-                on_broken=self._break,
-            )
-
-    def _join_connection(self, message: ConnectKv) -> KvConnection:
-        return KvConnection(
-            join_store(StoreAddress(message.store_host, message.store_port)),
-            message,
-            rank=self.config.rank,
-            is_decode=self.config.may_decode,
-            host=self.config.host,
-        )
-
-    def _leave_connection(self) -> None:
-        sender, receiver = self._sender, self._receiver
-        self._sender = self._receiver = None
-        if self._loop is not None:
-            self._loop.use_sender(None)
-        for end in (sender, receiver):
-            if end is not None:
-                end.close()
+        connection = await self._rpc.in_thread("connect-kv", lambda: link.join(message))
+        link.use(connection, message.epoch)
 
     # --- to the router ---------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> Non
     from csps.protocols.messages import KvShare, Reserve, Sampling, Span
 
     spans = enumerate(shares_of_prompt(context, ranks))
-    stream.reserve(
+    stream.reservations.reserve(
         Reserve(
             rid=rid,
             epoch="e",

@@ -7,12 +7,13 @@ the log's order. A frame is a MessagePack array of entries or of reports.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from csps.protocols.errors import ProtocolError
 
+T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """An id, a number of something, or nanoseconds."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -131,10 +132,7 @@ def unpack_entries(frame: bytes) -> list[Entry]:
     Raises:
         ProtocolError: the frame is none of entries.
     """
-    try:
-        return _ENTRIES.decode(frame)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a frame of log entries: {error}") from None
+    return _decoded(_ENTRIES, frame, "log entries")
 
 
 def pack_reports(reports: Iterable[Report]) -> bytes:
@@ -148,7 +146,11 @@ def unpack_reports(frame: bytes) -> list[Report]:
     Raises:
         ProtocolError: the frame is none of reports.
     """
+    return _decoded(_REPORTS, frame, "reports")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], frame: bytes, what: str) -> list[T]:
     try:
-        return _REPORTS.decode(frame)
+        return decoder.decode(frame)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a frame of reports: {error}") from None
+        raise ProtocolError(f"not a frame of {what}: {error}") from None

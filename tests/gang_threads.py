@@ -19,7 +19,8 @@ from rank_world import STRICT
 
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, host_store
-from csps.actors.rank import Rank, RankConfig
+from csps.actors.rank import Rank
+from csps.actors.rank_config import RankConfig
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers
 
@@ -106,7 +107,7 @@ class ThreadCell(Cell):
         for rank in self.prefill_gang.ranks:
             assert not rank.loop.open_steps
         for rank in self.decode_gang.ranks:
-            assert rank.loop.stream.running == rank.loop.stream.reserved == 0
+            assert rank.loop.stream.running == len(rank.loop.stream.reservations) == 0
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""

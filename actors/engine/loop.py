@@ -14,26 +14,27 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from csps.actors.announce import Notify, request_failed
+from csps.actors.announce import Notify
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
+from csps.actors.engine.in_place import kept_in_place
 from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.step_desk import StepDesk
+from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.engine.stream import Stream
 from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.actors.progress_report import ProgressReport
-from csps.protocols.errors import ConfigError, CspsError, TransferError
+from csps.protocols.errors import ConfigError, TransferError
 from csps.protocols.log_entries import (
     Abort,
     Change,
@@ -47,13 +48,7 @@ from csps.protocols.log_entries import (
     Shutdown,
 )
 from csps.protocols.messages import (
-    KvShare,
-    PrefillDone,
     PrefillJob,
-    PrefillPiece,
-    SlotsFreed,
-    Span,
-    Tokens,
 )
 
 _log = logging.getLogger(__name__)
@@ -84,7 +79,7 @@ class EngineLoop:
         """
         self._engine = engine
         self._in_place = in_place
-        self._notify = notify
+        self._reports = StepReports(notify, engine.rank)
         self._log = log
         self.stream = Stream(engine, notify, self._let_go)
         self._desk = StepDesk(self._acknowledge)
@@ -113,7 +108,8 @@ class EngineLoop:
         with self._changing:
             self._kv.enter(job)
             if self._in_place:
-                job, reserved = self._kept_here(job)
+                job = kept_in_place(job)
+                reserved = self._reserved(job)
         run = StepRun(
             self._engine,
             job,
@@ -124,38 +120,36 @@ class EngineLoop:
         if not self._desk.add(run, owner):
             self._give_up(run)
 
-    def _kept_here(self, job: PrefillJob) -> tuple[PrefillJob, frozenset[int]]:
-        """The step of a gang that decodes what it prefills: nothing is sent, and what is computed
-        elsewhere than it is to lie moves there. Also, which sequences have their slots."""
-        pieces = tuple(
-            replace(it, placement=it.placement or _of_chunk(it), destinations=())
-            for it in job.pieces
-        )
-        reserved = frozenset(it.rid for it in pieces if self.stream.find(it.rid) is not None)
-        for piece in pieces:
+    def _reserved(self, job: PrefillJob) -> frozenset[int]:
+        """Sequences of a step that have slots in the stream's name."""
+        find = self.stream.reservations.find
+        reserved = frozenset(it.rid for it in job.pieces if find(it.rid) is not None)
+        for piece in job.pieces:
             if piece.placement and piece.rid not in reserved:
                 self._kv.cancel(piece.rid)  # the stream has let go of it already
-        return replace(job, pieces=pieces), reserved
+        return reserved
 
     def refuse(self, job: PrefillJob, error: ConfigError) -> None:
         """Tell the router that a step does not get in line; its group has nothing to do with it."""
         if self._engine.instance not in job.group:
             return
         for piece in job.pieces:
-            self._fail(piece.rid, error)
-        self._report_done(job, None)
+            self._reports.failed(piece.rid, error)
+        self._reports.done(job, None)
 
     def cancel(self, rid: int) -> None:
         """Nobody wants a sequence: what lies here between two of its steps can go now, the rest
         goes when the log says so. Harmless for an unknown one."""
         if self._sender is not None:
             self._sender.withdraw(rid)
-        if self.stream.find(rid) is None and self._kv.cancel(rid):
+        if self.stream.reservations.find(rid) is None and self._kv.cancel(rid):
             self._free([rid])
 
     def cancel_all(self) -> None:
         """Nobody wants anything: the router that asked for it is gone."""
-        self._free(rid for rid in self._kv.cancel_all() if self.stream.find(rid) is None)
+        self._free(
+            rid for rid in self._kv.cancel_all() if self.stream.reservations.find(rid) is None
+        )
 
     def use_sender(self, sender: KvSender | None) -> None:
         """Send KV through it from the next step on."""
@@ -224,7 +218,7 @@ class EngineLoop:
         for piece in run.job.pieces:
             for share in piece.placement:
                 if share.instance == self._engine.instance:
-                    self.stream.adopt(piece.rid, share.span)
+                    self.stream.reservations.adopt(piece.rid, share.span)
 
     def _next_turn(self, run: StepRun) -> tuple[int, Run] | None:
         """A step has come as far as it was told to: do what else the log says until it says
@@ -267,9 +261,8 @@ class EngineLoop:
             self.stream.end_owner(owner)
 
     def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor, loose: LooseKv) -> None:
-        drawn = draw_first_tokens(self._engine, run.group, x_td, q_thd, loose, self._fail)
-        if drawn:
-            self._notify("tokens", Tokens.of(drawn))
+        fail = self._reports.failed
+        self._reports.drawn(draw_first_tokens(self._engine, run.group, x_td, q_thd, loose, fail))
 
     # --- the stream ------------------------------------------------------------------------
 
@@ -305,22 +298,22 @@ class EngineLoop:
     def _sent(self, run: StepRun, failure: Exception | None) -> None:
         """Any thread: all that a step had to send has landed, or never will."""
         if failure is not None:
-            self._report_lost(run.job, failure)
+            self._reports.lost(run.job, failure)
         self._leaving.discard(run)
         self._free(self._kv.settle(run.job, cancelled=run.cancelled))
-        self._report_done(run.job, run)
+        self._reports.done(run.job, run)
 
     def _give_up(self, run: StepRun) -> None:
         """A step that never began."""
         run.give_back()
         self._free(self._kv.settle(run.job, cancelled=True))
-        self._report_done(run.job, None)
+        self._reports.done(run.job, None)
 
     def _free(self, rids: Iterable[int]) -> None:
         for rid in rids:
             self._engine.pool.free_request(rid)
             if self._kv.left(rid):
-                self._tell_freed(rid)
+                self._reports.freed(rid)
         self._desk.slots_came_back()
 
     def _let_go(self, rid: int) -> None:
@@ -328,49 +321,7 @@ class EngineLoop:
         if self._kv.leave(rid):
             self._engine.pool.free_request(rid)
             self._desk.slots_came_back()
-            self._tell_freed(rid)
-
-    def _tell_freed(self, rid: int) -> None:
-        self._notify("freed", SlotsFreed(rid=rid, rank=self._engine.rank))
+            self._reports.freed(rid)
 
     def _acknowledge(self, step: int) -> None:
         self._log.report(Prepared(self._engine.rank, step))
-
-    def _report_lost(self, job: PrefillJob, exc: Exception) -> None:
-        _log.warning("KV of step %d was not sent: %s", job.job_id, exc)
-        for piece in job.pieces:
-            message = "the decode gang was lost while KV was being sent"
-            self._fail(piece.rid, TransferError(message))
-
-    def _fail(self, rid: int, error: CspsError) -> None:
-        self._notify("failed", request_failed(rid, self._engine.rank, error))
-
-    def _report_done(self, job: PrefillJob, run: StepRun | None) -> None:
-        """
-        Args:
-            run: what the step has cost; None if it never began.
-        """
-        clock = run.clock if run is not None else None
-        self._notify(
-            "prefill_done",
-            PrefillDone(
-                job_id=job.job_id,
-                rank=self._engine.rank,
-                cancelled=run is None or run.cancelled,
-                queue_s=clock.queue_s if clock else 0.0,
-                compute_s=clock.compute_s if clock else 0.0,
-                communication_s=clock.communication_s if clock else 0.0,
-                exchange_s=clock.exchange_s if clock else 0.0,
-                transfer_s=time.monotonic() - clock.finished if clock else 0.0,
-                yielded_s=clock.yielded_s if clock else 0.0,
-            ),
-        )
-
-
-def _of_chunk(piece: PrefillPiece) -> tuple[KvShare, ...]:
-    """Where the KV of a chunk is to lie, in a gang that decodes it."""
-    chunk = Span(start=piece.start, stop=piece.start + piece.length)
-    cuts = (
-        KvShare(instance=it.instance, span=it.span.intersection(chunk)) for it in piece.destinations
-    )
-    return tuple(cut for cut in cuts if cut.span.length)

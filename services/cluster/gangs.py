@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.gang import GangContext
 from ray.serve.handle import DeploymentHandle
 
+from csps.actors.rank_config import RankConfig
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_members import GangRole, RankAddress
 from csps.services.cluster.membership import Member
@@ -31,7 +32,7 @@ from csps.services.telemetry import tracing
 if TYPE_CHECKING:
     # The shell is imported to build the application as well, where torch is not needed.
     from csps.actors.mesh import HostedStore, StoreAddress
-    from csps.actors.rank import Rank, RankConfig
+    from csps.actors.rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,6 @@ class GangRank:
 
 def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: str) -> RankConfig:
     """What the settings say about one rank."""
-    from csps.actors.rank import RankConfig
-
     section = settings.gangs[role]
     check_gpus(settings)
     return RankConfig(

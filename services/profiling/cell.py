@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from csps.actors.rank import RankConfig
+from csps.actors.rank_config import RankConfig
 from csps.protocols.errors import DeadlineExceeded, FaultError
 from csps.protocols.gang_client import GangClient, together
 from csps.protocols.gang_members import GangMembers, GangRole

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from csps.actors.rank import RankConfig
+from csps.actors.rank_config import RankConfig
 from csps.protocols.errors import DeadlineExceeded, FaultError
 from csps.protocols.gang_members import GangMembers, RankAddress
 

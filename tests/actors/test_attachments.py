@@ -157,7 +157,7 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
         leader._conduct(lambda conductor: conductor.end_owner(owner))
         await cell.freed(1)
         with pytest.raises(Cancelled):
-            follower.loop.stream.reserve(request(2).reserve(cell.epoch), owner)
+            follower.loop.stream.reservations.reserve(request(2).reserve(cell.epoch), owner)
         cell.check_idle()
 
 
@@ -225,7 +225,7 @@ async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None
     async with thread_cell(tiny_llama, prefill=1, decode=1, kv_slots=64) as cell:
         it = Request(rid=1, prompt=prompt_of(40, 1), shares=even_shares(40, [0]))
         await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[0].loop.stream.find(1)
+        reservation = cell.decode_gang.ranks[0].loop.stream.reservations.find(1)
         assert reservation is not None
         with reservation.lock:
             cell.submit(job_of([it.piece()], [0]), it.prompt)

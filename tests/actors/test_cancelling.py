@@ -185,7 +185,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
         victim = request(VICTIM)
         await cell.reserve(victim)
         receiver = cell.decode_gang.ranks[1]
-        reservation = receiver.loop.stream.find(VICTIM)
+        reservation = receiver.loop.stream.reservations.find(VICTIM)
         assert reservation is not None
         with reservation.lock:
             cell.submit(job(victim), victim.prompt)
@@ -193,7 +193,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
             await cell.until(lambda: cell.about(KvLanded, rid=VICTIM, rank=0))
             assert not cell.about(KvLanded, rid=VICTIM, rank=1)
             cell.cancel(VICTIM)
-            await eventually(lambda: receiver.loop.stream.find(VICTIM) is None)
+            await eventually(lambda: receiver.loop.stream.reservations.find(VICTIM) is None)
             assert receiver.engine.pool.used > 0  # it waits for who is writing
         await check_goes_on(cell, tiny_llama)
         assert not cell.about(KvLanded, rid=VICTIM, rank=1)
@@ -293,7 +293,7 @@ async def test_kv_with_no_connection_to_go_over_is_a_failure(tiny_llama: Path) -
     async with cell_of(tiny_llama) as cell:
         cell.failures_expected = True
         for rank in cell.prefill_gang.ranks:
-            rank._leave_connection()
+            rank._kv_link.leave()
         victim = request(VICTIM)
         await cell.reserve(victim)
         cell.submit(job(victim), victim.prompt)

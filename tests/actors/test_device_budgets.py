@@ -19,6 +19,7 @@ from torch import Tensor
 
 from csps.actors.engine.choice import ANY_ROWS
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.forward import forward
 from csps.actors.engine.stream import Stream
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
@@ -101,7 +102,7 @@ def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> Stream:
             sampling=Sampling(temperature=0, max_tokens=9),
             prompt=bytes(4 * length) if rides else b"",
         )
-        stream.reserve(request, owner=1)
+        stream.reservations.reserve(request, owner=1)
         shape = halves[0].length, engine.pool.kv_heads, engine.pool.head_dim
         k_thd = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
         for layer in range(0 if rides else engine.spec.layers):
@@ -113,9 +114,10 @@ def stream_of(engine: Engine, own: int, foreign: int, riding: int) -> Stream:
 
 def iteration(device: Device, model: Path, *rows: int) -> DeviceBudget:
     """The layers of one iteration, without drawing."""
-    stream = stream_of(engine_of(model), *rows)
+    engine = engine_of(model)
+    stream = stream_of(engine, *rows)
     with torch.inference_mode(), device.counting() as budget:
-        stream._forward(stream._next_batch())
+        forward(engine, stream._next_batch())
     return budget
 
 

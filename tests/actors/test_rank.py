@@ -25,7 +25,8 @@ from greedy_reference import greedy_tokens
 
 from csps.actors.engine import stream as stream_module
 from csps.actors.mesh import host_store
-from csps.actors.rank import Rank, RankConfig
+from csps.actors.rank import Rank
+from csps.actors.rank_config import RankConfig
 from csps.models.errors import CheckpointError
 from csps.models.network import Layer
 from csps.protocols.errors import DeadlineExceeded, FaultError, ProtocolError

@@ -13,7 +13,8 @@ import yaml
 from gang_cell import in_threads
 
 from csps.actors.mesh import host_store
-from csps.actors.rank import Rank, RankConfig
+from csps.actors.rank import Rank
+from csps.actors.rank_config import RankConfig
 from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase, StepRow
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers, RankAddress

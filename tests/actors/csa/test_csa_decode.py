@@ -185,7 +185,7 @@ async def sent_to_decode(model: Path, plan: CsaPlan, *, kept_only: bool) -> int:
     requests = requests_of(LONG, instances=[0], kept_only=kept_only)
     async with thread_cell(model, prefill=len(plan.locations), decode=1) as cell:
         await answers(cell, requests, plan)
-        senders = [rank._sender for rank in cell.prefill_gang.ranks]
+        senders = [rank._kv_link._sender for rank in cell.prefill_gang.ranks]
         return sum(it.connection.bytes_sent for it in senders if it is not None)
 
 

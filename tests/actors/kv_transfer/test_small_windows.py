@@ -53,7 +53,7 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
         stuck, *others = (request(rid, 2) for rid in range(4))
         for it in (stuck, *others):
             await cell.reserve(it)
-        reservation = cell.decode_gang.ranks[1].loop.stream.find(stuck.rid)
+        reservation = cell.decode_gang.ranks[1].loop.stream.reservations.find(stuck.rid)
         assert reservation is not None
         with reservation.lock:
             for it in (stuck, *others):
@@ -67,7 +67,7 @@ async def test_steps_go_on_while_nothing_is_taken(tiny_llama: Path) -> None:
         await cell.prefilled(*cell.jobs)
         await cell.freed(*range(4))
         cell.check_idle()
-        sent = sum(rank._sender.connection.bytes_sent for rank in cell.prefill_gang.ranks)  # type: ignore[union-attr]
+        sent = sum(rank._kv_link._sender.connection.bytes_sent for rank in cell.prefill_gang.ranks)  # type: ignore[union-attr]
         tokens = sum(len(it.prompt) for it in others) + len(stuck.prompt)
         assert sent < tokens * 2 * (256 + 88), "what nobody wanted has been sent"
 

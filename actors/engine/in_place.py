@@ -1,0 +1,24 @@
+"""Steps of a gang that decodes what it prefills: KV is adopted where it was computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+
+
+def kept_in_place(job: PrefillJob) -> PrefillJob:
+    """The step with nothing to send: what is computed elsewhere than it is to lie moves there."""
+    pieces = tuple(
+        replace(it, placement=it.placement or _of_chunk(it), destinations=()) for it in job.pieces
+    )
+    return replace(job, pieces=pieces)
+
+
+def _of_chunk(piece: PrefillPiece) -> tuple[KvShare, ...]:
+    """Where the KV of a chunk is to lie."""
+    chunk = Span(start=piece.start, stop=piece.start + piece.length)
+    cuts = (
+        KvShare(instance=it.instance, span=it.span.intersection(chunk)) for it in piece.destinations
+    )
+    return tuple(cut for cut in cuts if cut.span.length)
