@@ -4,6 +4,8 @@ BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 LOAD_TESTERS := .venv-load-testers/.installed
+# Which tests go to which worker: tests/conftest.py.
+WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help serve stop demo guidellm aiperf test test-slow check format clean
@@ -27,10 +29,10 @@ aiperf: $(LOAD_TESTERS) ## load-test the running server with aiperf
 	@.venv-load-testers/bin/python benchmarks/load_testers.py $@ $(ARGS)
 
 test: $(DEV) ## run the tests (minutes, two cores suffice)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(DEV) ## run the tests that take long as well
-	$(BIN)/pytest -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m "slow or not slow" --hypothesis-profile=slow $(ARGS)
 
 check: $(DEV) ## lint, format, types, import directions
 	$(BIN)/ruff check .

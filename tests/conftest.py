@@ -8,6 +8,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from property_examples import ALL
 from tiny_checkpoints import make_checkpoint
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # Nothing is timed here: a machine that is busy with something else is no failure, and a hang has
 # pytest's own limit.
@@ -15,6 +17,30 @@ UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("slow", UNTIMED, max_examples=ALL)
 settings.register_profile("quick", UNTIMED, max_examples=20)
 settings.load_profile("quick")
+
+
+ONE_AT_A_TIME = ("tests/end_to_end/", "tests/testbed/")
+"""What runs here needs the machine's cores or its network to itself."""
+
+
+class ByFile(LoadFileScheduling):
+    """Gives a worker whole files, so that what their tests share is made once, and of some folders
+    whole folders."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((it for it in ONE_AT_A_TIME if nodeid.startswith(it)), nodeid.split("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    """Of `pytest -n 2` (`make test`)."""
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest first, or one worker would end with it while the other has no more to do:
+    deployed servers, for which tests wait most of the time."""
+    items.sort(key=lambda item: "end_to_end" not in item.path.parts)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-FEW = 6
+FEW = 4
 """The least that a property is tried with, if it names no smaller number itself."""
 ALL = 100
 """Examples of the profile that runs all, for properties that name no number."""

@@ -94,6 +94,7 @@ async def test_a_step_and_an_iteration_are_measured_and_leave_nothing_behind(
         assert await used_slots(cell) == {0}
 
 
+@pytest.mark.slow
 async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Settings) -> None:
     """Ranks are processes of their own, and none of them stays."""
     async with open_cell(settings) as cell:

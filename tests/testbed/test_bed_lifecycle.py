@@ -179,6 +179,7 @@ def test_what_a_killed_owner_leaves_is_taken_down(owner: subprocess.Popen[str]) 
     assert owner.stdout is not None
     bed = Testbed(owner.stdout.readline().strip())
     left = subprocess.Popen(bed.servers[0].command(*FOREVER), start_new_session=True)
+    assert _appears(left.pid, bed.servers[0].namespace)
     owner.kill()
     owner.wait(WAIT_S)
     assert list(claimed()) == [bed.name]
