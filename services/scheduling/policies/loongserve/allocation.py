@@ -1,0 +1,148 @@
+"""On which instances the chosen requests are prefilled (LoongServe §5.2).
+
+Idle ones first. While their slots do not suffice, instances that decode are preempted, those with
+the most unused slots first, and their KV moves to others where it fits. Then instances with the
+least KV are added, one after the other, as long as that shortens the prefill by more than moving
+their KV takes: Eqs. 3 and 4 divide both sides by the same lengths, which so cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.loongserve.jobs import Elastic, Prompt
+from csps.services.scheduling.policies.loongserve.prefill_model import PrefillModel
+
+
+class Migration(NamedTuple):
+    """KV of an instance that goes elsewhere, all of it."""
+
+    source: InstanceId
+    targets: tuple[tuple[InstanceId, int], ...]
+    """Instances and tokens, those with the most unused slots first."""
+
+
+class Allocation(NamedTuple):
+    """E_p."""
+
+    instances: tuple[Elastic, ...]
+    migrations: tuple[Migration, ...]
+    preempted: tuple[InstanceId, ...]
+    """Those whose KV stays: what they decode stands still meanwhile."""
+
+
+def allocate(
+    prompts: Sequence[Prompt],
+    idle: Sequence[Elastic],
+    decoding: Sequence[Elastic],
+    model: PrefillModel,
+    *,
+    move_ns_per_token: float | None,
+) -> Allocation | None:
+    """Choose instances for all of the requests.
+
+    Args:
+        prompts: R_p.
+        idle: instances without KV that is decoded.
+        decoding: those that may be preempted or emptied.
+        model: times.
+        move_ns_per_token: of KV between two instances; None moves nothing.
+
+    Returns:
+        The instances, or None if those given have not slots enough.
+    """
+    return _Allocating(prompts, idle, decoding, model, move_ns_per_token).run()
+
+
+class _Allocating:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        idle: Sequence[Elastic],
+        decoding: Sequence[Elastic],
+        model: PrefillModel,
+        move_ns_per_token: float | None,
+    ) -> None:
+        self._model, self._move_ns = model, move_ns_per_token
+        self._lengths = [it.tokens for it in prompts]
+        self._chosen = list(idle)
+        self._left = list(decoding)
+        self._room = {it.id: it.unused for it in decoding}
+        """Slots for KV that moves; instances that were chosen take none."""
+        self._migrations: list[Migration] = []
+        self._preempted: list[InstanceId] = []
+
+    def run(self) -> Allocation | None:
+        if not self._get_slots():
+            return None
+        while self._left and self._add_emptiest():
+            pass
+        return Allocation(
+            tuple(sorted(self._chosen, key=lambda it: it.order)),
+            tuple(self._migrations),
+            tuple(self._preempted),
+        )
+
+    def _get_slots(self) -> bool:
+        """Take the roomiest instances that decode until all requests have slots, and only then
+        empty them, as far as the others have room."""
+        need = sum(self._lengths) - sum(it.unused for it in self._chosen)
+        taken = []
+        for it in sorted(self._left, key=lambda it: (-it.unused, it.order)):
+            if need <= 0:
+                break
+            need -= it.unused
+            taken.append(it)
+            self._choose(it)
+        for it in taken:
+            targets = self._targets(it)
+            if targets is None:
+                self._preempted.append(it.id)
+            else:
+                self._move(targets)
+        return need <= 0
+
+    def _add_emptiest(self) -> bool:
+        """Whether another instance pays."""
+        emptiest = min(self._left, key=lambda it: (it.used, it.order))
+        targets = self._targets(emptiest)
+        if targets is None or self._move_ns is None:
+            return False
+        dop = len(self._chosen)
+        if not dop:
+            return False
+        gain_ns = self._model.ns(self._lengths, dop) - self._model.ns(self._lengths, dop + 1)
+        if gain_ns < emptiest.used * self._move_ns:
+            return False
+        self._choose(emptiest)
+        self._move(targets)
+        return True
+
+    def _choose(self, instance: Elastic) -> None:
+        self._left.remove(instance)
+        del self._room[instance.id]
+        self._chosen.append(instance)
+
+    def _move(self, migration: Migration) -> None:
+        for target, tokens in migration.targets:
+            self._room[target] -= tokens
+        if migration.targets:
+            self._migrations.append(migration)
+
+    def _targets(self, source: Elastic) -> Migration | None:
+        """Where the KV of an instance fits; None if nowhere. Who was given what others held keeps
+        it."""
+        if self._move_ns is None or any(
+            source.id == target for it in self._migrations for target, _ in it.targets
+        ):
+            return None
+        left, targets = source.used, []
+        others = [it for it in self._left if it.id != source.id]
+        for other in sorted(others, key=lambda it: (-self._room[it.id], it.order)):
+            tokens = min(left, self._room[other.id])
+            if tokens:
+                targets.append((other.id, tokens))
+                left -= tokens
+        return None if left else Migration(source.id, tuple(targets))

@@ -1,0 +1,122 @@
+"""Where KV stays after a prefill, and who draws the answers (LoongServe §5.4).
+
+*Down*: decoding scales poorly, so a batch keeps the fewest instances that hold its KV. *Up*: when
+memory asks for it, answers are promised slots on further instances of the gang; and from a profiled
+batch size on, when decoding becomes compute-bound, on as many instances as keep every master below
+it. New KV is as even as possible over the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.loongserve.jobs import Elastic, Prompt
+
+
+class Kept(NamedTuple):
+    """Where a request's KV is to lie."""
+
+    prompt: tuple[tuple[InstanceId, int], ...]
+    """Instances and tokens, in the order of the prompt's positions."""
+    answer: tuple[tuple[InstanceId, int], ...]
+    """The same of the tokens to come."""
+    master: InstanceId
+
+
+class _Holder:
+    """An instance, as what was placed before has left it."""
+
+    def __init__(self, it: Elastic, mastered: int) -> None:
+        self.id, self.order = it.id, it.order
+        self.unused, self.mastered = it.unused, mastered
+        self.awaited = 0
+        """Tokens of answers that will be drawn here."""
+
+
+def fewest(tokens: int, instances: Sequence[Elastic]) -> int:
+    """The least number of instances, those with the most unused slots first, that hold so many
+    tokens; one more than there are if all do not."""
+    left = tokens
+    for number, it in enumerate(sorted(instances, key=lambda it: -it.unused), 1):
+        left -= it.unused
+        if left <= 0:
+            return number
+    return len(instances) + 1
+
+
+def keep(
+    prompts: Sequence[Prompt],
+    group: Sequence[Elastic],
+    others: Sequence[Elastic],
+    mastered: Mapping[InstanceId, int],
+    *,
+    scale_up_batch: int,
+) -> tuple[Kept, ...]:
+    """Place the KV of a batch that is prefilled on a group.
+
+    Args:
+        prompts: the batch.
+        group: its instances; together they have slots for the prompts.
+        others: further ones of the gang, which may keep answers; the preferred ones first.
+        mastered: rows that each instance draws already.
+        scale_up_batch: rows from which on a master is compute-bound.
+
+    Returns:
+        For each prompt in its order.
+    """
+    holders = [_Holder(it, mastered.get(it.id, 0)) for it in _preferred(group, mastered)]
+    spare = [_Holder(it, mastered.get(it.id, 0)) for it in others]
+    size = _size(prompts, holders, scale_up_batch)
+    lines = []
+    for prompt in prompts:
+        master = _master(prompt, holders[:size])
+        line = [master, *(it for it in holders if it is not master)]
+        lines.append((prompt, line, _fill(prompt.tokens, line)))
+    return tuple(
+        Kept(kept, _fill(prompt.answer, [*line, *spare]), line[0].id)
+        for prompt, line, kept in lines  # prompts cannot go elsewhere: they take slots first
+    )
+
+
+def _preferred(group: Sequence[Elastic], mastered: Mapping[InstanceId, int]) -> list[Elastic]:
+    """Instances that decode already go first, so that idle ones stay idle; then the roomiest."""
+    return sorted(group, key=lambda it: (not mastered.get(it.id, 0), -it.unused, it.order))
+
+
+def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], scale_up_batch: int) -> int:
+    """The least degree of parallelism that holds the KV, answers included where they can be, and
+    whose masters stay below the threshold."""
+    future = sum(it.future for it in prompts)
+    rows = len(prompts)
+    for size in range(1, len(holders) + 1):
+        first = holders[:size]
+        rows += first[-1].mastered
+        if sum(it.unused for it in first) >= future and rows <= scale_up_batch * size:
+            return size
+    return len(holders)
+
+
+def _master(prompt: Prompt, holders: Sequence[_Holder]) -> _Holder:
+    """The least busy holder that has room for all of a request, or else the roomiest."""
+    roomy = [it for it in holders if it.unused - it.awaited >= prompt.future]
+    by_load = sorted(roomy, key=lambda it: (it.mastered, it.awaited - it.unused, it.order))
+    master = by_load[0] if by_load else max(holders, key=lambda it: (it.unused, -it.order))
+    master.mastered += 1
+    master.awaited += prompt.answer
+    return master
+
+
+def _fill(tokens: int, line: Sequence[_Holder]) -> tuple[tuple[InstanceId, int], ...]:
+    """Take slots of one instance after the other."""
+    parts = []
+    left = tokens
+    for holder in line:
+        part = min(left, holder.unused)
+        if part:
+            parts.append((holder.id, part))
+            holder.unused -= part
+            left -= part
+    assert not left, f"no slots for {left} of {tokens} tokens"
+    return tuple(parts)

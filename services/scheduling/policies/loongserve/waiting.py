@@ -1,0 +1,38 @@
+"""When it is better to wait for more instances, and what may be done meanwhile (LoongServe App. A)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from csps.services.scheduling.policies.loongserve.jobs import Decoding, Prompt
+from csps.services.scheduling.policies.loongserve.prefill_model import PrefillModel
+
+
+def wait_ns(decoding: Sequence[Decoding], average_decode_ns: int) -> int:
+    """Until the instances of a batch are free, as roughly estimated: AvgLat_d - min(exec_time)."""
+    executed_ns = min((it.executed_ns for it in decoding), default=average_decode_ns)
+    return max(0, average_decode_ns - executed_ns)
+
+
+def worth_waiting(
+    prompts: Sequence[Prompt], dop: int, all_dop: int, wait: int, model: PrefillModel
+) -> bool:
+    """Whether an iteration on all instances, begun after the wait, ends before one that begins now
+    on those that are available."""
+    if dop >= all_dop:
+        return False
+    lengths = [it.tokens for it in prompts]
+    return wait < model.ns(lengths, dop) - model.ns(lengths, all_dop)
+
+
+def greedy(
+    prompts: Sequence[Prompt], dop: int, end_by_ns: float, model: PrefillModel
+) -> tuple[Prompt, ...]:
+    """Work for instances that a round has left over: the oldest requests, as many as are done
+    before the slowest iteration of the round, `end_by_ns` from now."""
+    taken: list[Prompt] = []
+    for prompt in prompts:
+        lengths = [it.tokens for it in (*taken, prompt)]
+        if model.ns(lengths, dop) <= end_by_ns:
+            taken.append(prompt)
+    return tuple(taken)

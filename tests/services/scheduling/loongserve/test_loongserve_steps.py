@@ -1,0 +1,309 @@
+"""LoongServe's dispatching, allocation, scaling and waiting against numbers worked by hand, and
+against what must hold whatever the numbers are (§5.1, §5.2, §5.4, App. A)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
+from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
+from csps.services.scheduling.policies.loongserve.jobs import (
+    DecodeBatch,
+    Decoding,
+    Elastic,
+    Prompt,
+)
+from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
+from csps.services.scheduling.policies.loongserve.scaling import fewest, keep
+from csps.services.scheduling.policies.loongserve.waiting import greedy, wait_ns, worth_waiting
+
+# T = 100 + 1000/dop * tokens: tips at 200, which is at dop/10 tokens.
+MODEL = PrefillModel(lambda dop: Eq7(100.0, 1000.0 / dop, 0.0))
+FLAT = PrefillModel(lambda dop: Eq7(1000.0, 2.0 / dop, 0.0))
+
+
+def instance(number: int, unused: int, used: int = 0) -> Elastic:
+    return Elastic(number, number, unused, used)
+
+
+def dispatcher(
+    model: PrefillModel = FLAT,
+    *,
+    future: int = 10**9,
+    average_ns: int = 0,
+    most: int = 100,
+    ooe: int = 2,
+) -> Dispatcher:
+    return Dispatcher(
+        model, future_slots=future, average_decode_ns=average_ns, most=most, max_num_ooe=ooe
+    )
+
+
+def ids(found: Dispatched) -> list[int]:
+    return [it.id for it in found.prompts]
+
+
+# --- the model ---------------------------------------------------------------------------------
+
+
+def test_equation_7_by_hand() -> None:
+    model = PrefillModel(lambda dop: Eq7(10.0, 3.0 / dop, 0.5))
+    assert model.ns([2, 4], 1) == 10 + 3 * 6 + 0.5 * (4 + 16)
+    assert model.ns([2, 4], 3) == 10 + 6 + 10
+
+
+def test_the_tipping_point() -> None:
+    assert FLAT.tipping_ns(4) == 2000
+    assert PrefillModel(FLAT.line, tipping_tokens=50).tipping_ns(4) == 1000 + 50 * 0.5
+
+
+# --- §5.1 --------------------------------------------------------------------------------------
+
+
+def test_equations_1_and_2_by_hand() -> None:
+    """T = 1000 + 2/4 * 400 = 1200 ns on four; the batch has drawn 10 and 40 tokens, waits at least
+    5000 - 2000 ns; prompts of 100 and 300 tokens."""
+    it = dispatcher(average_ns=5000)
+    batch = DecodeBatch((instance(1, 1000),), (Decoding(10, 2000), Decoding(40, 9000)))
+    prompts = [Prompt(1, 100, 5), Prompt(2, 300, 5)]
+    assert it.cost(prompts, 4, batch) == 1200 / 10 + 1200 / 40
+    assert it.gain(prompts, batch) == 3000 / 100 + 3000 / 300
+    late = DecodeBatch(batch.instances, (Decoding(10, 6000),))
+    assert it.gain(prompts, late) == 0
+
+
+def test_first_come_first_served_up_to_the_tipping_point() -> None:
+    """On two instances 1000 + tokens: 1000 tokens tip, and are still taken."""
+    prompts = [Prompt(n, 400, 1) for n in range(1, 6)]
+    assert ids(dispatcher().dispatch(prompts, [instance(0, 9999), instance(1, 9999)], [])) == [1, 2]
+    alone = dispatcher().dispatch([Prompt(1, 5000, 1)], [instance(0, 9999)], [])
+    assert ids(alone) == [1], "the oldest goes however long it is"
+
+
+def test_a_batch_is_preempted_only_for_a_gain() -> None:
+    """Three prompts of 10 tokens beside a batch of one request: on one instance T = 1060."""
+    prompts = [Prompt(n, 10, 1) for n in (1, 2, 3)]
+    busy = DecodeBatch((instance(1, 100),), (Decoding(20, 0),))
+    # cost 1060 / 20 = 53; gain 3 * average / 10
+    assert ids(dispatcher(average_ns=176).dispatch(prompts, [], [busy])) == []
+    found = dispatcher(average_ns=180).dispatch(prompts, [], [busy])
+    assert (ids(found), found.preempted) == ([1, 2, 3], (busy,))
+
+
+def test_batches_with_most_unused_slots_are_asked_first() -> None:
+    batches = [DecodeBatch((instance(n, 10 * n),), (Decoding(100, 0),)) for n in (1, 3, 2)]
+    found = dispatcher(average_ns=10**9).dispatch([Prompt(1, 25, 1)], [], batches)
+    assert found.preempted == (batches[1],)
+
+
+def test_younger_ones_pass_who_finds_no_slots_but_not_for_ever() -> None:
+    idle = [instance(0, 100)]
+    line = [Prompt(1, 500, 1), Prompt(2, 50, 1)]
+    found = dispatcher(ooe=2).dispatch(line, idle, [])
+    assert ([it.id for it in found.prompts], [it.id for it in found.passed]) == ([2], [1])
+    tired = [line[0]._replace(passed=2), line[1]]
+    assert ids(dispatcher(ooe=2).dispatch(tired, idle, [])) == []
+    assert ids(dispatcher(ooe=0).dispatch(line, idle, [])) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(0, 3)), max_size=12),
+    st.lists(st.integers(0, 400), max_size=4),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 50), st.integers(0, 900)), max_size=3),
+    st.integers(0, 1500),
+    st.integers(0, 10_000),
+)
+def test_whatever_goes_has_slots_now_and_for_all_its_future(
+    line: list[tuple[int, int, int]],
+    idle: list[int],
+    batches: list[tuple[int, int, int]],
+    future: int,
+    average_ns: int,
+) -> None:
+    prompts = [Prompt(n, *sizes) for n, sizes in enumerate(line)]
+    free = [instance(n, unused) for n, unused in enumerate(idle)]
+    busy = [
+        DecodeBatch((instance(10 + n, unused),), (Decoding(drawn, executed),))
+        for n, (unused, drawn, executed) in enumerate(batches)
+    ]
+    found = dispatcher(future=future, average_ns=average_ns).dispatch(prompts, free, busy)
+    room = sum(it.unused for it in free) + sum(it.unused for it in found.preempted)
+    assert sum(it.tokens for it in found.prompts) <= room
+    assert sum(it.future for it in found.prompts) <= future
+    assert all(it.passed < 2 for it in found.passed), "passed once too often"
+    assert len(set(ids(found))) == len(found.prompts)
+
+
+# --- §5.2 --------------------------------------------------------------------------------------
+
+
+def test_idle_instances_are_enough_where_moving_costs_more() -> None:
+    """From one instance to two, 100 tokens save 200 - 100 = 100 ns; 60 tokens of KV at 2 ns each
+    cost 120, at 1.5 ns 90 (Eqs. 3-4)."""
+    prompts, idle = [Prompt(1, 100, 1)], [instance(0, 100)]
+    decoding = [instance(1, 40, used=60), instance(2, 90, used=70)]
+    for cost_ns, chosen in ((2.0, [0]), (1.5, [0, 1])):
+        found = allocate(prompts, idle, decoding, FLAT, move_ns_per_token=cost_ns)
+        assert found is not None
+        assert [it.id for it in found.instances] == chosen
+    assert found.migrations == (Migration(1, ((2, 60),)),)
+    assert found.preempted == ()
+
+
+def test_kv_that_fits_nowhere_stays() -> None:
+    """The batch is preempted instead where slots are needed, and left alone where they are not."""
+    decoding = [instance(1, 300, used=60), instance(2, 50, used=70)]
+    found = allocate([Prompt(1, 250, 1)], [], decoding, FLAT, move_ns_per_token=0.1)
+    assert found is not None
+    assert ([it.id for it in found.instances], found.preempted) == ([1], (1,))
+    alone = allocate([Prompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns_per_token=None)
+    assert alone is not None
+    assert [it.id for it in alone.instances] == [0]
+
+
+def test_instances_with_most_unused_slots_are_preempted_first() -> None:
+    decoding = [instance(1, 100, 9), instance(2, 300, 9), instance(3, 200, 9)]
+    found = allocate([Prompt(1, 450, 1)], [], decoding, FLAT, move_ns_per_token=None)
+    assert found is not None
+    assert found.preempted == (2, 3)
+    assert allocate([Prompt(1, 601, 1)], [], decoding, FLAT, move_ns_per_token=None) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    st.lists(st.integers(0, 300), max_size=3),
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), max_size=4),
+    st.floats(0, 3),
+)
+def test_what_moves_fits_where_it_goes(
+    prompts: list[int], idle: list[int], busy: list[tuple[int, int]], cost_ns: float
+) -> None:
+    decoding = [instance(10 + n, unused, used) for n, (unused, used) in enumerate(busy)]
+    free = [instance(n, unused) for n, unused in enumerate(idle)]
+    requests = [Prompt(n, tokens, 1) for n, tokens in enumerate(prompts)]
+    found = allocate(requests, free, decoding, MODEL, move_ns_per_token=cost_ns)
+    if found is None:
+        assert sum(prompts) > sum(idle) + sum(unused for unused, _ in busy)
+        return
+    chosen = {it.id for it in found.instances}
+    room = {it.id: it.unused for it in decoding}
+    for move in found.migrations:
+        assert move.source in chosen
+        assert sum(n for _, n in move.targets) == busy[move.source - 10][1]
+        for target, tokens in move.targets:
+            assert target not in chosen
+            room[target] -= tokens
+    assert min(room.values(), default=0) >= 0
+    assert sum(it.unused for it in found.instances) >= sum(prompts)
+
+
+# --- §5.4 --------------------------------------------------------------------------------------
+
+
+def test_the_least_degree_that_holds_the_kv() -> None:
+    group = [instance(0, 100), instance(1, 400), instance(2, 200)]
+    assert [fewest(it, group) for it in (1, 400, 401, 600, 700, 701)] == [1, 1, 2, 2, 3, 4]
+
+
+def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
+    group = [instance(0, 300), instance(1, 400), instance(2, 200)]
+    kept = keep([Prompt(1, 300, 50), Prompt(2, 30, 20)], group, [], {}, scale_up_batch=9)
+    assert [it.prompt for it in kept] == [((1, 300),), ((1, 30),)]
+    assert [it.master for it in kept] == [1, 1]
+
+
+def test_600k_on_100_200_and_400_thousand_slots() -> None:
+    """§4.1's example: reactive migration needs 200K on each, and the first has 100K."""
+    group = [instance(0, 100), instance(1, 200), instance(2, 400)]
+    (kept,) = keep([Prompt(1, 600, 50)], group, [], {}, scale_up_batch=9)
+    assert sorted(kept.prompt) == [(1, 200), (2, 400)]
+    assert sum(tokens for _, tokens in kept.answer) == 50
+
+
+def test_the_six_slots_of_figure_4() -> None:
+    """Two instances of three slots, two and one of them taken: three free ones in all serve a
+    request of three tokens, which no group that keeps requests together can."""
+    (kept,) = keep(
+        [Prompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, scale_up_batch=9
+    )
+    assert (kept.prompt, kept.answer) == (((1, 2),), ((0, 1),))
+
+
+def test_who_decodes_already_is_preferred() -> None:
+    """So that idle instances stay idle: batches merge."""
+    group = [instance(0, 900), instance(1, 100, used=800)]
+    (kept,) = keep([Prompt(1, 60, 20)], group, [], {1: 4}, scale_up_batch=9)
+    assert kept.master == 1
+
+
+def test_masters_share_a_large_batch_evenly() -> None:
+    group = [instance(n, 10_000) for n in range(4)]
+    prompts = [Prompt(n, 10, 10) for n in range(11)]
+    kept = keep(prompts, group, [], {}, scale_up_batch=4)
+    counts = [sum(it.master == n for it in kept) for n in range(4)]
+    assert sorted(counts) == [0, 3, 4, 4]
+
+
+def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
+    (kept,) = keep(
+        [Prompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, scale_up_batch=9
+    )
+    assert kept.answer == ((0, 10), (1, 20))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=6),
+    st.lists(st.integers(0, 500), min_size=1, max_size=4),
+    st.lists(st.integers(0, 500), max_size=3),
+    st.integers(1, 5),
+)
+def test_every_token_has_a_slot(
+    sizes: list[tuple[int, int]], unused: list[int], others: list[int], threshold: int
+) -> None:
+    group = [instance(n, it) for n, it in enumerate(unused)]
+    spare = [instance(10 + n, it) for n, it in enumerate(others)]
+    prompts = [Prompt(n, *it) for n, it in enumerate(sizes)]
+    tokens = sum(it.tokens for it in prompts)
+    if tokens > sum(unused) or sum(it.future for it in prompts) > sum(unused) + sum(others):
+        return
+    taken = dict.fromkeys([it.id for it in (*group, *spare)], 0)
+    for prompt, it in zip(
+        prompts, keep(prompts, group, spare, {}, scale_up_batch=threshold), strict=True
+    ):
+        assert sum(n for _, n in it.prompt) == prompt.tokens
+        assert sum(n for _, n in it.answer) == prompt.answer
+        assert {where for where, _ in it.prompt} <= set(range(len(group)))
+        for where, n in (*it.prompt, *it.answer):
+            taken[where] += n
+    assert all(taken[it.id] <= it.unused for it in (*group, *spare))
+
+
+# --- App. A ------------------------------------------------------------------------------------
+
+
+def test_waiting_by_hand() -> None:
+    """One of four instances is free: 1000 + 2 * 800 = 2600 ns now, 1400 on all four."""
+    assert wait_ns([Decoding(5, 300), Decoding(5, 100)], 1000) == 900
+    assert wait_ns([Decoding(5, 2000)], 1000) == 0
+    prompts = [Prompt(1, 800, 1)]
+    assert worth_waiting(prompts, 1, 4, 1199, FLAT)
+    assert not worth_waiting(prompts, 1, 4, 1200, FLAT)
+    assert not worth_waiting(prompts, 4, 4, 0, FLAT)
+
+
+def test_greedy_work_ends_before_the_slowest_iteration() -> None:
+    """On one instance 1000 + 2 * tokens."""
+    prompts = [Prompt(n, tokens, 1) for n, tokens in enumerate((100, 900, 50))]
+    assert [it.id for it in greedy(prompts, 1, 1300, FLAT)] == [0, 2]
+    assert greedy(prompts, 1, 1199, FLAT) == (prompts[2],)
+    assert greedy(prompts, 1, 1000, FLAT) == ()
+
+
+def test_an_answer_grows_where_its_prompt_lies() -> None:
+    with pytest.raises(AssertionError):
+        keep([Prompt(1, 90, 30)], [instance(0, 100)], [], {}, scale_up_batch=9)
