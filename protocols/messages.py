@@ -101,6 +101,14 @@ class Span:
         ]
         return tuple(span for span in rest if span.length)
 
+    def parted_by(self, parts: Sequence[Span]) -> bool:
+        """Whether the parts have each of its positions once, and no others."""
+        return (
+            sum(it.length for it in parts) == self.length
+            and all(it.intersection(self) == it for it in parts)
+            and not any(a.intersection(b).length for a, b in combinations(parts, 2))
+        )
+
     def shifted(self, tokens: int) -> Span:
         """The span `tokens` further on."""
         return Span(self.start + tokens, self.stop + tokens, self.step) if self.length else self
@@ -235,10 +243,7 @@ class PrefillPiece:
         if not self.rows:
             return
         chunk = Span(self.start, self.start + self.length)
-        spans = [it.span for it in self.rows]
-        once = not any(a.intersection(b).length for a, b in combinations(spans, 2))
-        inside = all(it.intersection(chunk) == it for it in spans)
-        if not once or not inside or sum(it.length for it in spans) != self.length:
+        if not chunk.parted_by([it.span for it in self.rows]):
             raise ValueError(f"rows of request {self.rid} are not its positions {chunk}, each once")
 
     @property

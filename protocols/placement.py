@@ -7,13 +7,16 @@ three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from csps.protocols.messages import KvShare, Span
 
+Layout = tuple[tuple[Span, ...], ...]
+"""Of a chunk over the parts of a group: per part its spans, the chunk's first token at 0."""
 
-def contiguous(bounds: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
+
+def contiguous(bounds: Sequence[int]) -> Layout:
     """Per part its spans: from each bound to the next one. Parts without tokens have none.
 
     Args:
@@ -23,7 +26,12 @@ def contiguous(bounds: Sequence[int]) -> tuple[tuple[Span, ...], ...]:
     return tuple(_spans(Span(a, b)) for a, b in pairwise(bounds))
 
 
-def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
+def even(length: int, parts: int) -> Layout:
+    """Per part its span: contiguous, as long as the others' give or take a token."""
+    return contiguous([length * i // parts for i in range(parts + 1)])
+
+
+def zigzag(length: int, parts: int) -> Layout:
     """Per part its spans: of 2·parts even chunks the i-th and the i-th from the end, so that under
     causal attention all parts have about as many pairs of tokens (Context Parallelism)."""
     cuts = [length * i // (2 * parts) for i in range(2 * parts + 1)]
@@ -31,9 +39,17 @@ def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
     return tuple(_spans(chunks[i], chunks[-1 - i]) for i in range(parts))
 
 
-def striped(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
+def striped(length: int, parts: int) -> Layout:
     """Per part its spans: every `parts`-th token (Striped Attention, LoongServe)."""
     return tuple(_spans(Span(i, max(i, length), parts)) for i in range(parts))
+
+
+LAYOUTS: Mapping[str, Callable[[int, int], Layout]] = {
+    "contiguous": even,
+    "zigzag": zigzag,
+    "striped": striped,
+}
+"""By the names of the papers: from the length of a chunk and the number of parts."""
 
 
 def round_robin(start: int, stop: int, instances: Sequence[int]) -> dict[int, Span]:

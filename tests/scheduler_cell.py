@@ -11,6 +11,9 @@ from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.ids import gang_of, instance_id
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import tokens_on
+from csps.services.scheduling.step_shares import slots_of
 
 MS = 1_000_000
 
@@ -50,7 +53,7 @@ class SentSequence:
     steps: list[int] = field(default_factory=list)
     computed: int = 0
     first_token: bool = False
-    unlanded: list[cmd.Share] = field(default_factory=list)
+    unlanded: dict[int, int] = field(default_factory=dict)
     unfreed: list[int] = field(default_factory=list)
     joined: bool = False
     silent: bool = False
@@ -77,6 +80,8 @@ class SentRequest:
 class RandomCell:
     """One pair of gangs at a time, or one elastic gang, whose ranks do everything that they may do,
     in any order."""
+
+    PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
 
     def __init__(
         self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
@@ -155,11 +160,11 @@ class RandomCell:
         """What the ranks hold never exceeds what they have."""
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            slots = _slots(sequence.reserve)
+            slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
             used.update({it: slots[it] for it in sequence.unfreed})
         for step, undone in self.steps.values():
-            sizes = dict(zip(step.group, _sizes(step), strict=True))
-            used.update({it: sizes[it] for it in undone})
+            sizes = {} if self._wanted == 1 else slots_of(step, step.history)
+            used.update({it: sizes.get(it, 0) for it in undone})
         for gang in self.gangs.values():
             for index, instance in enumerate(gang.instances):
                 assert used[instance_id(gang.gang, index)] <= instance.kv_slots
@@ -176,7 +181,7 @@ class RandomCell:
 
     def _submit(self) -> None:
         number = len(self.requests) + 1
-        prompt = self.random.choice([1, 3, 90, 100, 400, 1500, 3000])
+        prompt = self.random.choice(self.PROMPTS)
         output = self.random.choice([1, 1, 2, 50, 300])
         deadline = self.now_ns + self.random.choice([5, 500, 50_000]) * MS
         self.requests[number] = SentRequest(prompt, output)
@@ -292,11 +297,11 @@ class RandomCell:
     def _land(self) -> None:
         if (number := self._some("landing")) is not None:
             sequence = self.sequences[number]
-            share = sequence.unlanded.pop(self.random.randrange(len(sequence.unlanded)))
-            tokens = share.stop - share.start
+            instance = self.random.choice(list(sequence.unlanded))
+            tokens = sequence.unlanded.pop(instance)
             if self.random.random() < self.faults / 4:
                 tokens += 1
-            self._pending.append(ev.Landed(sequence=number, instance=share.instance, tokens=tokens))
+            self._pending.append(ev.Landed(sequence=number, instance=instance, tokens=tokens))
 
     def _draw(self) -> None:
         if (number := self._some("decoding")) is not None:
@@ -400,8 +405,8 @@ class RandomCell:
         request.sequence = command.sequence
         self.sequences[command.sequence] = SentSequence(
             reserve=command,
-            unlanded=[] if command.rides else list(command.shares),
-            unfreed=list(_slots(command)),
+            unlanded={} if command.rides else tokens_on(command.shares),
+            unfreed=list(decode_slots(command, command.output_tokens)),
         )
 
     def _run_step(self, command: cmd.RunStep) -> None:
@@ -465,12 +470,6 @@ class RandomCell:
     def _reset(self, command: cmd.ResetGang) -> None:
         assert command.gang in self.gangs, "reset a dead gang"
         self._gang_dies(command.gang)
-
-
-def _slots(reserve: cmd.Reserve) -> dict[int, int]:
-    slots = {it.instance: it.stop - it.start for it in reserve.shares}
-    slots[reserve.master] = slots.get(reserve.master, 0) + reserve.output_tokens
-    return slots
 
 
 def _sizes(step: cmd.RunStep) -> list[int]:

@@ -14,6 +14,8 @@ from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import tokens_on
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -111,10 +113,8 @@ class Sent:
     def landed(self, more: int = 0) -> list[ev.AnyEvent]:
         """All shares."""
         return [
-            ev.Landed(
-                sequence=self.sequence, instance=it.instance, tokens=it.stop - it.start + more
-            )
-            for it in self.reserve.shares
+            ev.Landed(sequence=self.sequence, instance=instance, tokens=tokens + more)
+            for instance, tokens in tokens_on(self.reserve.shares).items()
         ]
 
     def steps_done(self, took_ns: int = 20 * MS) -> list[ev.AnyEvent]:
@@ -125,7 +125,7 @@ class Sent:
 
     @property
     def holders(self) -> list[int]:
-        return sorted({it.instance for it in self.reserve.shares} | {self.reserve.master})
+        return sorted(decode_slots(self.reserve, self.reserve.output_tokens))
 
     def freed(self) -> list[ev.AnyEvent]:
         """By all decode instances."""

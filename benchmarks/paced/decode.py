@@ -19,6 +19,7 @@ from csps.protocols.messages import (
     CancelRequest,
     JoinBatch,
     KvLanded,
+    KvShare,
     Reserve,
     SlotsFreed,
     TokenDrawn,
@@ -78,13 +79,12 @@ class PacedDecode:
     def _reserve(self, payload: Any, _: Peer) -> None:
         request = unpack(Reserve, payload)
         self._timeline.catch_up()
-        shares: dict[int, int] = {}
-        for share in request.shares:
-            shares[share.instance] = shares.get(share.instance, 0) + share.span.length
+        shares = _tokens_on(request.shares)
         drawn = len(request.drawn) // 4
         slots = dict(shares)
-        answer = request.sampling.max_tokens - drawn
-        slots[request.master] = slots.get(request.master, 0) + answer
+        answer = {request.master: request.sampling.max_tokens - drawn}
+        for keeper, tokens in _tokens_on(request.answer).items() or answer.items():
+            slots[keeper] = slots.get(keeper, 0) + tokens
         self._slots.take(request.rid, slots)
         self._held[request.rid] = _Held(
             request=request, missing=dict(shares), shares=shares, index=drawn
@@ -160,3 +160,10 @@ class PacedDecode:
                 self._slots.give_back(rid, index)
         for index, rank in enumerate(self.ranks.ranks):
             rank.tell("freed", SlotsFreed(rid=rid, rank=index))
+
+
+def _tokens_on(shares: tuple[KvShare, ...]) -> dict[int, int]:
+    tokens: dict[int, int] = {}
+    for it in shares:
+        tokens[it.instance] = tokens.get(it.instance, 0) + it.span.length
+    return tokens

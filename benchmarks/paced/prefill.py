@@ -11,6 +11,7 @@ from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
 from csps.protocols.messages import (
     CancelRequest,
+    KvShare,
     PrefillDone,
     PrefillJob,
     TokenDrawn,
@@ -72,8 +73,7 @@ class PacedPrefill:
         self._jobs[job.job_id] = job
         destinations = {
             piece.rid: tuple(
-                Share(instance_id(DECODE, it.instance), it.span.start, it.span.stop)
-                for it in piece.destinations
+                Share.of(instance_id(DECODE, it.instance), it.span) for it in piece.destinations
             )
             for piece in job.pieces
         }
@@ -123,13 +123,20 @@ class PacedPrefill:
         )
 
 
+def _shares(shares: tuple[KvShare, ...]) -> tuple[Share, ...]:
+    return tuple(Share.of(instance_id(PREFILL, it.instance), it.span) for it in shares)
+
+
 def _step(job: PrefillJob) -> RunStep:
     return RunStep(
         step=job.job_id,
         group=tuple(instance_id(PREFILL, it) for it in job.group),
         bounds=job.bounds,
-        pieces=tuple(Piece(it.rid, it.start, it.length) for it in job.pieces),
-        history=tuple(() for _ in job.pieces),
+        pieces=tuple(
+            Piece(it.rid, it.start, it.length, _shares(it.rows), _shares(it.placement))
+            for it in job.pieces
+        ),
+        history=tuple(_shares(it.history) for it in job.pieces),
         strategy=job.strategy,
         cls="exact",
         urgent=job.urgent,

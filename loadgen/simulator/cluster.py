@@ -71,9 +71,14 @@ class ClusterModel:
     """From an event on a rank to the scheduler, and from a command to the ranks."""
 
     @property
+    def in_place(self) -> bool:
+        """One gang decodes what it prefills, where its KV lies."""
+        return self.prefill is self.decode
+
+    @property
     def roles(self) -> tuple[GangRole, ...]:
         """Of its gangs."""
-        return ("elastic",) if self.prefill is self.decode else ("prefill", "decode")
+        return ("elastic",) if self.in_place else ("prefill", "decode")
 
     def gang(self, role: GangRole) -> GangModel:
         """The gang of a role."""

@@ -38,6 +38,7 @@ from csps.services.scheduling.ids import (
     index_of,
     instance_id,
 )
+from csps.services.scheduling.sequences import decode_slots
 
 GENERATION = 1
 """Of the one router that a simulation has."""
@@ -203,6 +204,7 @@ class SimulatedGangs:
             route=self._network.route,
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,
+            in_place=cluster.in_place,
             listener=_OfGang(self, gang),
         )
 
@@ -255,10 +257,8 @@ class SimulatedGangs:
             tokens=left,
         )
         sequence.missing = {} if command.rides else sequence.slots
-        slots = {index_of(it): count for it, count in sequence.slots.items()}
-        master = index_of(command.master)
-        slots[master] = slots.get(master, 0) + command.output_tokens
-        self._decode_slots.take(command.sequence, slots)
+        slots = decode_slots(command, command.output_tokens)
+        self._decode_slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})
         self._sequences[command.sequence] = sequence
 
     def run_step(self, command: RunStep) -> None:

@@ -17,7 +17,7 @@ class Network:
         self._routes: dict[tuple[InstanceId, InstanceId], Link | None] = {}
 
     def route(self, source: InstanceId, destination: InstanceId) -> Link | None:
-        """The link from a prefill to a decode instance; None takes no time."""
+        """The link from where KV is computed to where it is decoded; None takes no time."""
         key = (source, destination)
         if key not in self._routes:
             self._routes[key] = self._find(source, destination)
@@ -25,6 +25,8 @@ class Network:
 
     def _find(self, source: InstanceId, destination: InstanceId) -> Link | None:
         cluster = self._cluster
+        if source == destination:  # of an elastic gang
+            return None
         sender = cluster.prefill.instances[index_of(source)]
         receiver = cluster.decode.instances[index_of(destination)]
         if sender.server == receiver.server:

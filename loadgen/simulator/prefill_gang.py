@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 from csps.loadgen.simulator.links import Link
@@ -13,6 +12,7 @@ from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import Task
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
+from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of
 
 
 class PrefillListener(Protocol):
@@ -80,6 +80,7 @@ class PrefillGang:
         route: links to the decode gang.
         kv_bytes_per_token: of all layers.
         layers: KV of all but the last leaves while a step computes.
+        in_place: what is computed has slots where it is decoded, and no others.
         listener: is told what happens.
     """
 
@@ -92,12 +93,13 @@ class PrefillGang:
         route: Route,
         kv_bytes_per_token: int,
         layers: int,
+        in_place: bool = False,
         listener: PrefillListener,
     ) -> None:
         self._order, self.slots = order, slots
         self._work_ns, self._route = work_ns, route
         self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
-        self._listener = listener
+        self._in_place, self._listener = in_place, listener
         self._runs: dict[StepId, _Run] = {}
 
     @property
@@ -112,9 +114,9 @@ class PrefillGang:
             step: the scheduler's command.
             destinations: where the KV of each sequence goes.
         """
-        parts = zip(step.group, pairwise(step.bounds), strict=True)
-        slots = {index_of(it): stop - start for it, (start, stop) in parts}
-        self.slots.take(("step", step.step), slots)
+        if not self._in_place:
+            slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
+            self.slots.take(("step", step.step), {index_of(it): n for it, n in slots.items()})
         flows = list(_flows(step, destinations, self._route))
         taking_part = Counter(source for flow in flows for source in flow.sources)
         run = _Run(
@@ -187,7 +189,8 @@ class PrefillGang:
     def _instance_done(self, run: _Run, instance: InstanceId) -> None:
         del run.unsent[instance]
         step = run.step.step
-        self.slots.give_back(("step", step), index_of(instance))
+        if not self._in_place:
+            self.slots.give_back(("step", step), index_of(instance))
         assert run.task is not None
         self._listener.step_done(step, instance, run.task.work_ns if run.wanted else 0)
         if not run.unsent:
@@ -199,19 +202,16 @@ def _flows(
 ) -> Iterator[_Flow]:
     """The step's KV by link and decode instance, in order of pieces, shares and group."""
     flows: dict[tuple[Link | None, InstanceId], _Flow] = {}
-    offsets = accumulate((piece.length for piece in step.pieces), initial=0)
-    for piece, offset in zip(step.pieces, offsets, strict=False):
+    for piece, rows in zip(step.pieces, rows_of(step), strict=True):
         for share in destinations.get(piece.sequence, ()):
-            # In tokens of the step: pieces are laid end to end.
-            start = max(share.start, piece.start) - piece.start + offset
-            stop = min(share.stop, piece.start + piece.length) - piece.start + offset
-            for source, (begin, end) in zip(step.group, pairwise(step.bounds), strict=True):
-                tokens = min(stop, end) - max(start, begin)
-                if tokens <= 0:
+            wanted = share.span.intersection(chunk_of(piece))
+            for row in rows:
+                tokens = row.span.intersection(wanted).length
+                if not tokens:
                     continue
-                link = route(source, share.instance)
+                link = route(row.instance, share.instance)
                 key = (link, share.instance)
                 flow = flows.setdefault(key, _Flow(link, share.instance))
                 flow.tokens[piece.sequence] = flow.tokens.get(piece.sequence, 0) + tokens
-                flow.sources[source] = None
+                flow.sources[row.instance] = None
     yield from flows.values()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from csps.loadgen.simulator.decode_batch import IterationLog, Row
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
+from csps.services.scheduling.shares import tokens_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,4 @@ class Sequence:
     @property
     def slots(self) -> dict[InstanceId, int]:
         """Of the prompt, by decode instance."""
-        slots: dict[InstanceId, int] = {}
-        for share in self.shares:
-            slots[share.instance] = slots.get(share.instance, 0) + share.stop - share.start
-        return slots
+        return tokens_on(self.shares)

@@ -148,7 +148,8 @@ class Executor:
         gang = self._gangs.get(gang_of(command.group[0]))
         if gang is None:
             return
-        rest, idle = trimmed(command, {it.id for it in sequences if it.over})
+        in_place = {it.id: it.command.shares for it in sequences if it.decode is gang}
+        rest, idle = trimmed(command, {it.id for it in sequences if it.over}, placed=in_place)
         for instance in idle:
             self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
         if rest.pieces:

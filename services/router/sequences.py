@@ -78,7 +78,8 @@ class LiveSequence:
 
 def live_sequence(command: Reserve, running: Running, decode: GangClient) -> LiveSequence:
     """A sequence that nobody was asked for anything yet."""
-    holders = dict.fromkeys((*(share.instance for share in command.shares), command.master))
+    kept = (*command.shares, *command.answer)
+    holders = dict.fromkeys((*(share.instance for share in kept), command.master))
     return LiveSequence(
         command=command,
         running=running,

@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Reserve, Span
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Reserve
 from csps.protocols.schema import pack
 from csps.services.router.running import Running
 from csps.services.router.sequences import LiveSequence
 from csps.services.scheduling import commands
-from csps.services.scheduling.ids import index_of
+from csps.services.scheduling.ids import InstanceId, index_of
+from csps.services.scheduling.step_shares import rows_of
 
 
 def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, Any]]:
@@ -32,6 +33,7 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
         drawn=token_bytes(running.drawn_tokens),
         sampling=running.generation.sampling,
         prompt_tokens=_penalized_tokens(running),
+        answer=kv_shares(command.answer),
         kept_only=csa is not None and csa.decode_kept_only,
         trace=running.carrier,
     )
@@ -49,14 +51,13 @@ def prefill_messages(
     gang: GangClient,
     csa: CsaPlan | None,
 ) -> list[dict[str, Any]]:
-    """`prefill` for every rank of the gang, in rank order, each with its share of the tokens.
+    """`prefill` for every rank of the gang, in rank order, each with the tokens of its rows.
 
     Args:
         sequences: of the step's pieces, in their order.
     """
     group = tuple(index_of(instance) for instance in command.group)
     pieces = list(zip(command.pieces, sequences, strict=True))
-    tokens = np.concatenate([piece_tokens(piece, it.running) for piece, it in pieces])
     common = PrefillJob(
         job_id=command.step,
         group=group,
@@ -71,17 +72,26 @@ def prefill_messages(
         trace=sequences[0].running.carrier,
     )
     messages = [pack(common)] * gang.world_size
-    for member, instance in enumerate(group):
-        share = tokens[command.bounds[member] : command.bounds[member + 1]]
-        message = pack(replace(common, tokens=token_bytes(share)))
+    tokens = _tokens_of_rows(command, sequences)
+    for member in command.group:
+        instance = index_of(member)
+        message = pack(replace(common, tokens=token_bytes(tokens[member])))
         for rank in gang.ranks_of(instance):
             messages[rank] = message
     return messages
 
 
-def piece_tokens(piece: commands.Piece, running: Running) -> NDArray[np.int32]:
-    """What a step computes of a request."""
-    return known_tokens(running)[piece.start : piece.start + piece.length]
+def _tokens_of_rows(
+    command: commands.RunStep, sequences: list[LiveSequence]
+) -> dict[InstanceId, NDArray[np.int32]]:
+    """What each member of a step's group computes, in the order of its rows."""
+    tokens: dict[InstanceId, list[NDArray[np.int32]]] = {it: [] for it in command.group}
+    for rows, sequence in zip(rows_of(command), sequences, strict=True):
+        known = known_tokens(sequence.running)
+        for share in rows:
+            tokens[share.instance].append(known[share.start : share.stop : share.step])
+    nothing = np.empty(0, np.int32)
+    return {it: np.concatenate(parts) if parts else nothing for it, parts in tokens.items()}
 
 
 def known_tokens(running: Running) -> NDArray[np.int32]:
@@ -100,10 +110,7 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 
 def kv_shares(shares: tuple[commands.Share, ...]) -> tuple[KvShare, ...]:
     """Shares as ranks are told of them: an instance by its place in its gang."""
-    return tuple(
-        KvShare(instance=index_of(it.instance), span=Span(start=it.start, stop=it.stop))
-        for it in shares
-    )
+    return tuple(KvShare(instance=index_of(it.instance), span=it.span) for it in shares)
 
 
 def _piece(
@@ -114,7 +121,9 @@ def _piece(
         rid=sequence.id,
         start=piece.start,
         length=piece.length,
+        rows=kv_shares(piece.rows),
         history=kv_shares(history),
+        placement=kv_shares(piece.keep),
         destinations=kv_shares(sequence.command.shares),
         last=stop == sequence.command.prompt_tokens,
         drawn=token_bytes(running.drawn_tokens),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from csps.protocols.messages import Span
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 
@@ -20,11 +21,28 @@ class Command(
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positions [start, stop) of a sequence lie, or are to lie, on an instance."""
+    """Positions start, start + step, … below stop of a sequence lie, or are to lie, on an
+    instance."""
 
     instance: InstanceId
     start: int
     stop: int
+    step: int = 1
+
+    @classmethod
+    def of(cls, instance: InstanceId, span: Span) -> Share:
+        """The positions of a span."""
+        return cls(instance, span.start, span.stop, span.step)
+
+    @property
+    def span(self) -> Span:
+        """Its positions."""
+        return Span(self.start, self.stop, self.step)
+
+    @property
+    def tokens(self) -> int:
+        """How many they are."""
+        return -(-(self.stop - self.start) // self.step)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -33,6 +51,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence: SequenceId
     start: int
     length: int
+    rows: tuple[Share, ...] = ()
+    """Who computes what, of all pieces of a step or of none; empty cuts at the step's bounds."""
+    keep: tuple[Share, ...] = ()
+    """Who keeps the chunk's KV from this step on, and which of the KV before it moves; empty: who
+    computes it, and none."""
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
@@ -45,13 +68,15 @@ class Reserve(Command, frozen=True, tag="reserve"):
     output_tokens: int
     """Tokens that may still be drawn."""
     shares: tuple[Share, ...]
-    """Of the prompt's KV; in order, without gaps."""
+    """Of the prompt's KV: each position once."""
     master: InstanceId
-    """Draws the tokens and keeps their KV."""
+    """Draws the tokens."""
     deadline_ns: int
     """For the instances to say yes."""
     rides: bool = False
     """A `Ride` follows: the master's ranks get the prompt's tokens, because no step computes it."""
+    answer: tuple[Share, ...] = ()
+    """Who keeps the KV of which of the answer's positions; empty: the master."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
@@ -60,7 +85,8 @@ class RunStep(Command, frozen=True, tag="run_step"):
     step: StepId
     group: tuple[InstanceId, ...]
     bounds: tuple[int, ...]
-    """The pieces are laid end to end; `group[i]` computes tokens [bounds[i], bounds[i+1])."""
+    """The pieces are laid end to end; `group[i]` computes tokens [bounds[i], bounds[i+1]), or as
+    many of all pieces, where these have `rows`."""
     pieces: tuple[Piece, ...]
     history: tuple[tuple[Share, ...], ...]
     """Of each piece: where the KV of its sequence's earlier chunks lies."""

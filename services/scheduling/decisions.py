@@ -23,15 +23,23 @@ class PlannedPiece(Part, frozen=True):
     request: RequestId
     start: int
     length: int
+    rows: tuple[Share, ...] = ()
+    """Who computes what (`shares.laid_out`), each position once; empty cuts at the step's bounds.
+    Of all pieces of a step or of none, and not every strategy takes such rows."""
+    keep: tuple[Share, ...] = ()
+    """Who keeps the chunk's KV from this step on; empty: who computes it. It may also name earlier
+    positions, whose KV moves there. A gang that decodes in place keeps it where
+    `DecodePlacement.shares` says, and nowhere else."""
 
 
 class PlannedStep(Part, frozen=True, kw_only=True):
-    """A step to be launched. Its pieces are laid end to end and cut at `bounds`."""
+    """A step to be launched. Its pieces are laid end to end and cut at `bounds`, or have rows."""
 
     group: tuple[InstanceId, ...]
-    """Of one gang that may prefill, in topology order."""
+    """Of one gang that may prefill, in topology order: all that compute something, or hold or keep
+    KV of its pieces."""
     bounds: tuple[int, ...]
-    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1])."""
+    """Instance `group[i]` computes tokens [bounds[i], bounds[i+1]), or as many by its rows."""
     pieces: tuple[PlannedPiece, ...]
     strategy: str
     predicted_ns: int
@@ -43,9 +51,11 @@ class DecodePlacement(Part, frozen=True):
 
     request: RequestId
     shares: tuple[Share, ...]
-    """The prompt's KV: non-empty, in order, without gaps."""
+    """The prompt's KV: each position once."""
     master: InstanceId
-    """Slots for all tokens to come are set aside there."""
+    """Slots for all tokens to come are set aside there, if `answer` does not name others."""
+    answer: tuple[Share, ...] = ()
+    """Who keeps the KV of the tokens to come, positions from the prompt's end on: each once."""
 
 
 class StartPlan(Part, frozen=True, kw_only=True):

@@ -34,8 +34,10 @@ class Ledger:
 
     def reserve(self, owner: int, slots: dict[InstanceId, int]) -> None:
         """Give `owner`, who has none yet, that many slots of each instance; the ledger keeps
-        the dictionary."""
+        the dictionary, unless it is empty."""
         assert owner not in self._held, f"{owner} already holds slots"
+        if not slots:
+            return
         instances = self._instances
         for instance, count in slots.items():
             it = instances[instance]

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from operator import attrgetter
 
-from csps.services.scheduling.decisions import DecodePlacement, PlannedStep, Ride, StartPlan
+from csps.protocols.messages import Span
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import (
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    Ride,
+    StartPlan,
+)
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.requests import Requests
+from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import bounds_of, outside, parts, tokens_on, within
 from csps.services.scheduling.state import Pair, Request
+from csps.services.scheduling.step_shares import (
+    Histories,
+    chunk_of,
+    histories_of,
+    rows_of,
+    slots_of,
+)
 
 
 class PlanChecks:
@@ -24,8 +42,11 @@ class PlanChecks:
         """Assert that all of them are whole and that their slots are free."""
         for plan in plans:
             pair = self.pair(plan)
-            for step in plan.steps:
+            for step, histories in zip(
+                plan.steps, histories_of(plan, in_place=pair.in_place), strict=True
+            ):
                 self._check_step(step, pair.prefill.id)
+                self._check_kept(step, histories, plan, pair)
             lengths = _computed(plan.steps)
             assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
             for placement in plan.decode:
@@ -54,11 +75,38 @@ class PlanChecks:
         cls = self._waiting(pieces[0].request).cls
         for piece in pieces[1:]:
             assert self._waiting(piece.request).cls == cls, "requests of several classes in a step"
-        start = 0
-        for instance, stop in zip(step.group, bounds[1:], strict=True):
-            assert start < stop, "an empty part"
-            self._take(instance, stop - start, gang)
-            start = stop
+        assert all(gang_of(it) == gang for it in step.group), "an instance of another gang"
+        if any(it.rows for it in pieces):
+            _check_rows(step)
+
+    def _check_kept(
+        self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: Pair
+    ) -> None:
+        """Whoever has to do with a piece is in the group; and there are slots, which in place are
+        those of the placements."""
+        concerned = self._concerned(step, histories, plan, pair)
+        assert concerned <= set(step.group), "an instance outside of the group"
+        assert concerned == set(step.group), "an empty part"
+        if not pair.in_place:
+            for instance, slots in slots_of(step, histories).items():
+                self._take(instance, slots, pair.prefill.id)
+
+    def _concerned(
+        self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: Pair
+    ) -> set[InstanceId]:
+        """Who computes something of a step, or holds or is to hold KV of its pieces."""
+        if not (pair.in_place or any(histories) or any(it.rows or it.keep for it in step.pieces)):
+            members = zip(step.group, pairwise(step.bounds), strict=True)
+            return {it for it, (start, stop) in members if start < stop}
+        concerned = {share.instance for rows in rows_of(step) for share in rows}
+        placed = {it.request: it.shares for it in plan.decode} if pair.in_place else {}
+        for piece, history in zip(step.pieces, histories, strict=True):
+            if piece.keep:
+                assert not pair.in_place, "KV is kept where it is decoded, and nowhere else"
+                _check_keep(piece, history)
+            to_lie = piece.keep or within(placed.get(piece.request, ()), chunk_of(piece))
+            concerned.update(it.instance for it in (*history, *to_lie))
+        return concerned
 
     def _check_ride(self, ride: Ride) -> None:
         gang = gang_of(ride.placement.master)
@@ -82,19 +130,44 @@ class PlanChecks:
         assert request.id not in self._started, f"request {request.id} is started twice"
         self._started[request.id] = None
         assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"
-        position = 0
-        for share in placement.shares:
-            assert share.start == position < share.stop, "gaps in the KV"
-            position = share.stop
-            self._take(share.instance, position - share.start, gang)
-        assert position == request.prompt_tokens, "KV without a place"
-        self._take(placement.master, request.output_tokens, gang)
+        prompt, answer = Span(0, request.prompt_tokens), Span(request.prompt_tokens, total)
+        assert parts(prompt, placement.shares), "the prompt's KV is not placed once"
+        assert not placement.answer or parts(answer, placement.answer), (
+            "the answer's KV is not placed once"
+        )
+        assert gang_of(placement.master) == gang, "an instance of another gang"
+        slots = decode_slots(placement, request.output_tokens)
+        for instance, count in slots.items():
+            self._take(instance, count, gang)
 
     def _waiting(self, request: RequestId) -> Request:
         found = self._requests.live.get(request)
         assert found is not None, f"request {request} is over"
         assert found.waiting, f"request {request} has a place already"
         return found
+
+
+def _check_rows(step: PlannedStep) -> None:
+    counts = dict.fromkeys(step.group, 0)
+    for piece in step.pieces:
+        assert parts(chunk_of(piece), piece.rows), "rows are not the chunk's positions, each once"
+        for instance, tokens in tokens_on(piece.rows).items():
+            assert instance in counts, "an instance outside of the group"
+            counts[instance] += tokens
+    assert step.bounds == bounds_of(list(counts.values())), "bounds are not those of the rows"
+
+
+def _check_keep(piece: PlannedPiece, history: tuple[Share, ...]) -> None:
+    """It has all of the chunk, and may have some of what lies before it."""
+    chunk = chunk_of(piece)
+    assert parts(chunk, within(piece.keep, chunk)), "the chunk's KV is not kept once"
+    moved = [Share.of(it.instance, rest) for it in piece.keep for rest in it.span.without(chunk)]
+    once = _total(outside(history, moved)) == _total(history) - _total(moved)
+    assert once, "what moves is not earlier KV, each position once"
+
+
+def _total(shares: Iterable[Share]) -> int:
+    return sum(it.tokens for it in shares)
 
 
 def _computed(steps: Iterable[PlannedStep]) -> dict[RequestId, int]:

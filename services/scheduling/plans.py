@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from itertools import pairwise
 
 from csps.services.scheduling import commands
-from csps.services.scheduling.commands import Piece, Reserve, RunStep, Share
+from csps.services.scheduling.commands import Piece, Reserve, RunStep
 from csps.services.scheduling.decisions import (
     Blocked,
     Decision,
@@ -22,11 +21,9 @@ from csps.services.scheduling.plan_checks import PlanChecks
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
 from csps.services.scheduling.state import Sequence, Step
+from csps.services.scheduling.step_shares import Histories, histories_of, slots_of
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
-
-History = dict[RequestId, tuple[Share, ...]]
-"""Where the KV of earlier chunks lies."""
 
 
 class Plans:
@@ -65,30 +62,27 @@ class Plans:
         sequences: dict[RequestId, Sequence] = {}
         for placement in plan.decode:
             request = self._requests.live[placement.request]
-            master = self._gangs.instances[placement.master]
-            sequence = self._sequences.start(request, pair, placement.shares, master)
+            sequence = self._sequences.start(request, pair, placement)
             self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
-        history: History = {}
         steps = []
-        for planned in plan.steps:
-            steps.append(self._launch(planned, sequences, history))
-            if len(plan.steps) > 1:
-                _extend(history, planned)
+        for planned, histories in zip(
+            plan.steps, histories_of(plan, in_place=pair.in_place), strict=True
+        ):
+            slots = {} if pair.in_place else slots_of(planned, histories)
+            steps.append(self._launch(planned, sequences, histories, slots))
         if len(steps) > 1:
             for step in steps:
                 step.plan = tuple(steps)
 
     def _ride(self, ride: Ride) -> None:
-        placement = ride.placement
-        request = self._requests.live[placement.request]
-        master = self._gangs.instances[placement.master]
-        sequence = self._sequences.ride(request, master.gang, placement.shares, master)
+        request = self._requests.live[ride.placement.request]
+        sequence = self._sequences.ride(request, ride.placement)
         self._requests.take(request, sequence)
         self._reserve(sequence)
         self._turn.emit(
-            commands.Ride(gang=master.gang.id, sequence=sequence.id, budget=ride.budget)
+            commands.Ride(gang=sequence.decode.id, sequence=sequence.id, budget=ride.budget)
         )
 
     def _reserve(self, sequence: Sequence) -> None:
@@ -104,11 +98,16 @@ class Plans:
                 master=sequence.master.id,
                 deadline_ns=self._turn.now_ns + wait_ns,
                 rides=sequence.rides,
+                answer=sequence.answer,
             )
         )
 
     def _launch(
-        self, planned: PlannedStep, sequences: dict[RequestId, Sequence], history: History
+        self,
+        planned: PlannedStep,
+        sequences: dict[RequestId, Sequence],
+        histories: Histories,
+        slots: dict[InstanceId, int],
     ) -> Step:
         computed = [sequences[it.request] for it in planned.pieces]
         instances = [self._gangs.instances[it] for it in planned.group]
@@ -121,7 +120,7 @@ class Plans:
             launched_ns=self._turn.now_ns,
             undone=dict.fromkeys(planned.group),
         )
-        ends_ns = self._steps.launch(step, instances, _slots(planned))
+        ends_ns = self._steps.launch(step, instances, slots)
         self._turn.emit(
             RunStep(
                 step=step.id,
@@ -129,11 +128,11 @@ class Plans:
                 bounds=planned.bounds,
                 pieces=tuple(
                     [
-                        Piece(sequence.id, it.start, it.length)
+                        Piece(sequence.id, it.start, it.length, it.rows, it.keep)
                         for sequence, it in zip(computed, planned.pieces, strict=True)
                     ]
                 ),
-                history=tuple([history.get(it.request, ()) for it in planned.pieces]),
+                history=histories,
                 strategy=planned.strategy,
                 cls=computed[0].request.cls,
                 urgent=planned.urgent,
@@ -141,26 +140,3 @@ class Plans:
             )
         )
         return step
-
-
-def _slots(planned: PlannedStep) -> dict[InstanceId, int]:
-    """Tokens to compute, and so slots needed, by instance."""
-    slots, start = {}, 0
-    for instance, stop in zip(planned.group, planned.bounds[1:], strict=True):
-        slots[instance] = stop - start
-        start = stop
-    return slots
-
-
-def _extend(history: History, planned: PlannedStep) -> None:
-    """Add where a step leaves the KV of its pieces."""
-    begin = 0
-    for piece in planned.pieces:
-        shares = []
-        for instance, (start, stop) in zip(planned.group, pairwise(planned.bounds), strict=True):
-            first, last = max(start, begin), min(stop, begin + piece.length)
-            if first < last:
-                offset = piece.start - begin
-                shares.append(Share(instance, first + offset, last + offset))
-        history[piece.request] = (*history.get(piece.request, ()), *shares)
-        begin += piece.length

@@ -101,7 +101,7 @@ class Retries:
 
     def landing_deadline_ns(self, sequence: Sequence) -> int:
         """How long a sequence's KV may take from its first token on."""
-        tokens = sequence.shares[-1].stop
+        tokens = sum(it.tokens for it in sequence.shares)
         return self._deadlines.landing_ns + self._deadlines.landing_token_ns * tokens
 
     def landing_is_late(self, sequence: Sequence) -> None:

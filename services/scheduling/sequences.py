@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from csps.services.scheduling.commands import Cancel, SetGroup, Share
+from csps.services.scheduling.decisions import DecodePlacement
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
 from csps.services.scheduling.ledger import Ledger
-from csps.services.scheduling.state import Gang, Instance, Pair, Request, Sequence
+from csps.services.scheduling.shares import tokens_on
+from csps.services.scheduling.state import Gang, Pair, Request, Sequence
 from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn
 
@@ -29,19 +33,15 @@ class Sequences:
 
     # --- the way to decoding ---
 
-    def start(
-        self, request: Request, pair: Pair, shares: tuple[Share, ...], master: Instance
-    ) -> Sequence:
+    def start(self, request: Request, pair: Pair, placement: DecodePlacement) -> Sequence:
         """Take the slots for a prompt's KV and for all tokens that may be drawn."""
-        unlanded = {it.instance: it.stop - it.start for it in shares}
-        return self._new(request, pair, shares, master, unlanded)
+        return self._new(request, pair, placement, tokens_on(placement.shares))
 
-    def ride(
-        self, request: Request, gang: Gang, shares: tuple[Share, ...], master: Instance
-    ) -> Sequence:
+    def ride(self, request: Request, placement: DecodePlacement) -> Sequence:
         """The same for a sequence that joins at once; its gang owes tokens from now on."""
+        gang = self._gangs.instances[placement.master].gang
         pair = Pair(prefill=gang, decode=gang)
-        sequence = self._new(request, pair, shares, master, {}, rides=True)
+        sequence = self._new(request, pair, placement, {}, rides=True)
         sequence.joined_ns = self._turn.now_ns
         gang.owing[sequence.id] = self._turn.now_ns
         return sequence
@@ -50,20 +50,21 @@ class Sequences:
         self,
         request: Request,
         pair: Pair,
-        shares: tuple[Share, ...],
-        master: Instance,
+        placement: DecodePlacement,
         unlanded: dict[InstanceId, int],
         *,
         rides: bool = False,
     ) -> Sequence:
-        slots = decode_slots(shares, master.id, request.output_tokens)
+        slots = decode_slots(placement, request.output_tokens)
+        master = self._gangs.instances[placement.master]
         sequence = Sequence(
             id=self._gangs.next_id("sequence"),
             request=request,
             prefill=pair.prefill,
             decode=pair.decode,
-            shares=shares,
+            shares=placement.shares,
             master=master,
+            answer=placement.answer,
             drawn_before=request.drawn,
             rides=rides,
             unlanded=unlanded,
@@ -196,12 +197,25 @@ class Sequences:
         ]
 
 
-def decode_slots(
-    shares: tuple[Share, ...], master: InstanceId, output_tokens: int
-) -> dict[InstanceId, int]:
-    """Slots that a sequence needs on decode instances, the master's for tokens to come included."""
-    slots = {it.instance: it.stop - it.start for it in shares}
-    slots[master] = slots.get(master, 0) + output_tokens
+class Placed(Protocol):
+    """Where a sequence is decoded."""
+
+    @property
+    def shares(self) -> tuple[Share, ...]: ...
+    @property
+    def master(self) -> InstanceId: ...
+    @property
+    def answer(self) -> tuple[Share, ...]: ...
+
+
+def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]:
+    """Slots that a sequence needs where it is decoded, for tokens to come included. The master is
+    named in any case: it frees the sequence as well."""
+    slots = tokens_on(placement.shares)
+    to_come = tokens_on(placement.answer) or {placement.master: output_tokens}
+    for instance, tokens in to_come.items():
+        slots[instance] = slots.get(instance, 0) + tokens
+    slots.setdefault(placement.master, 0)
     return slots
 
 

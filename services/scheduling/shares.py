@@ -1,9 +1,14 @@
-"""Cutting a number of tokens into shares."""
+"""Who has which of a number of tokens: sizes, bounds, and shares in any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from csps.protocols.messages import Span
+from csps.protocols.placement import Layout, rest_of
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.ids import InstanceId
 
 
 def level_shares(total: int, limits: Sequence[int]) -> list[int] | None:
@@ -30,11 +35,46 @@ def bounds_of(shares: Sequence[int]) -> tuple[int, ...]:
     return (0, *accumulate(shares))
 
 
-def shares_of(bounds: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `bounds_of`."""
-    return tuple(stop - start for start, stop in pairwise(bounds))
+# --- in any layout -----------------------------------------------------------------------------
 
 
-def without(bounds: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """The bounds after tokens [start, stop) were taken out of the sequence that they cut."""
-    return tuple(bound - max(0, min(bound, stop) - start) for bound in bounds)
+def laid_out(group: Sequence[InstanceId], layout: Layout, start: int = 0) -> tuple[Share, ...]:
+    """Tokens from `start` on, on the instances of a group, part by part of a layout
+    (`protocols.placement`)."""
+    return tuple(
+        Share.of(instance, span.shifted(start))
+        for instance, spans in zip(group, layout, strict=True)
+        for span in spans
+    )
+
+
+def tokens_on(shares: Iterable[Share]) -> dict[InstanceId, int]:
+    """How many tokens each instance has."""
+    tokens: dict[InstanceId, int] = {}
+    for it in shares:
+        tokens[it.instance] = tokens.get(it.instance, 0) + it.tokens
+    return tokens
+
+
+def within(shares: Iterable[Share], span: Span) -> tuple[Share, ...]:
+    """Those of the positions that the span has."""
+    cuts = (Share.of(it.instance, it.span.intersection(span)) for it in shares)
+    return tuple(it for it in cuts if it.tokens)
+
+
+def outside(shares: Iterable[Share], others: Iterable[Share]) -> tuple[Share, ...]:
+    """Those of the positions that none of the others has, on whichever instance."""
+    spans = [it.span for it in others]
+    return tuple(Share.of(it.instance, rest) for it in shares for rest in rest_of(it.span, spans))
+
+
+def parts(span: Span, shares: Iterable[Share]) -> bool:
+    """Whether the shares have each position of a span once, and no others."""
+    shares, position = tuple(shares), span.start
+    for it in shares:  # mostly they follow one upon another, and a span takes microseconds to make
+        if not (it.start == position < it.stop and it.step == 1):
+            break
+        position = it.stop
+    else:
+        return position == span.stop
+    return span.parted_by([it.span for it in shares])

@@ -99,6 +99,11 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     decode: Gang
 
     @property
+    def in_place(self) -> bool:
+        """KV is decoded where it is computed, and lies in the slots that were reserved for it."""
+        return self.prefill is self.decode
+
+    @property
     def max_positions(self) -> int:
         """Longest prompt and answer together."""
         return min(self.prefill.max_positions, self.decode.max_positions)
@@ -149,7 +154,10 @@ class Sequence(Live, kw_only=True, eq=False):
     prefill: Gang
     decode: Gang
     shares: tuple[Share, ...]
+    """Where its prompt's KV is decoded."""
     master: Instance
+    answer: tuple[Share, ...] = ()
+    """Who keeps the answer's KV; empty: the master."""
     drawn_before: int
     """Tokens of the answer that earlier attempts have delivered."""
     rides: bool = False

@@ -211,6 +211,8 @@ class FakeRank:
 
 def _slots(request: Reserve, instance: int) -> int:
     shares = sum(it.span.length for it in request.shares if it.instance == instance)
+    if request.answer:
+        return shares + sum(it.span.length for it in request.answer if it.instance == instance)
     return shares + (request.sampling.max_tokens if request.master == instance else 0)
 
 

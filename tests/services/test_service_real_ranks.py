@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from any_layout import AnyLayout
 from gang_cell import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually, thread_gang
 from held_steps import HeldSteps
@@ -29,6 +30,7 @@ from csps.services.router.cost_book import CostBook
 from csps.services.router.running import Generation, Running
 from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
 
@@ -102,7 +104,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @asynccontextmanager
 async def real_cell(
     model: Path,
-    policy: str = "csps",
+    policy: str | Policy = "csps",
     *,
     roles: Sequence[GangRole] = PAIR,
     instances: int = 2,
@@ -123,7 +125,9 @@ async def real_cell(
         roles=roles,
     )
     costs = CostBook(CostTable(latencies=Unmeasured()), by_rules)
-    scheduler = Scheduler(make_policy(policy, POLICIES[policy]), costs.costs)
+    if isinstance(policy, str):
+        policy = make_policy(policy, POLICIES[policy])
+    scheduler = Scheduler(policy, costs.costs)
     service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE)
     async with AsyncExitStack() as stack:
         cell = Cell(model, directory, service, stack, instances, tp)
@@ -158,6 +162,20 @@ async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(
         cancelled = cell.submit(400, max_tokens=500, seed=9)
         async with cancelled:
             await anext(cancelled)
+        answers = await asyncio.gather(*map(answer, requests))
+        for running, tokens in zip(requests, answers, strict=True):
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+@pytest.mark.parametrize("roles", [PAIR, ELASTIC])
+async def test_rows_kv_and_answers_may_lie_anyhow(
+    tiny_llama: Path, roles: Sequence[GangRole]
+) -> None:
+    """Prompts in chunks, in any layout, kept in another one, answers by turns."""
+    async with real_cell(tiny_llama, AnyLayout(7), roles=roles) as cell:
+        requests = [cell.submit(length, seed=length) for length in (90, 5, 33, 140, 17, 61)]
         answers = await asyncio.gather(*map(answer, requests))
         for running, tokens in zip(requests, answers, strict=True):
             prompt = running.generation.prompt.tolist()

@@ -10,7 +10,7 @@ import msgspec
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.shares import level_shares
+from csps.services.scheduling.shares import level_shares, tokens_on
 from csps.services.scheduling.view import GangView
 
 
@@ -94,7 +94,7 @@ class DecodeOverlay:
         self._change(placed, output_tokens, -1)
 
     def _change(self, placed: Placed, output_tokens: int, sign: int) -> None:
-        slots = {it.instance: it.stop - it.start for it in placed.shares}
+        slots = tokens_on(placed.shares)
         slots[placed.master] = slots.get(placed.master, 0) + output_tokens
         for instance, count in slots.items():
             holder = self._holders[instance]

@@ -23,7 +23,7 @@ from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.view import PairView, View
 
-P0, P1, D0 = instance_id(1, 0), instance_id(1, 1), instance_id(2, 0)
+P0, P1, D0, D1 = (instance_id(gang, index) for gang in (1, 2) for index in (0, 1))
 
 
 def step(group: tuple[int, ...], bounds: tuple[int, ...], *pieces: PlannedPiece) -> PlannedStep:
@@ -88,6 +88,40 @@ def test_later_chunks_know_where_the_kv_of_earlier_ones_lies() -> None:
     assert [type(it) for it in commands] == [cmd.Reserve] * 2 + [cmd.RunStep] * 3
 
 
+def test_what_is_kept_elsewhere_is_history_there_and_has_slots_there_too() -> None:
+    """Striped rows that the second instance keeps, then all of it kept by turns."""
+    striped = (cmd.Share(P0, 0, 99, 2), cmd.Share(P1, 1, 100, 2))
+    turns = (cmd.Share(P0, 0, 499, 2), cmd.Share(P1, 1, 500, 2))
+    moved = PlannedPiece(1, 0, 100, striped, (cmd.Share(P1, 0, 100),))
+    plan = StartPlan(
+        steps=(
+            step((P0, P1), (0, 50, 100), moved),
+            step((P0, P1), (0, 400, 400), PlannedPiece(1, 100, 400, (), turns)),
+        ),
+        decode=(DecodePlacement(1, (cmd.Share(D0, 0, 500),), D0),),
+    )
+    made = desk(plan)
+    first, second = only(made.turn(made.submit(500, 10)), cmd.RunStep)
+    assert first.pieces[0].rows == striped
+    assert second.history == ((cmd.Share(P1, 0, 100),),)
+    assert second.pieces[0].keep == turns
+    # 50 computed and 50 + 50 kept; then 400 computed, 50 that come back and 200 that are kept.
+    assert made.scheduler.counts.prefill_kv == (50 + 100 + 400 + 50 + 200) / 8000
+
+
+def test_keepers_of_an_answer_have_its_slots() -> None:
+    made = Desk(Scripted(changed(answer=(cmd.Share(D0, 500, 509, 2), cmd.Share(D1, 501, 510, 2)))))  # type: ignore[arg-type]
+    made.ready()
+    (reserve,) = only(made.turn(made.submit(500, 10)), cmd.Reserve)
+    assert reserve.answer[1] == cmd.Share(D1, 501, 510, 2)
+    freed = [ev.Freed(sequence=reserve.sequence, instance=it) for it in (D0, D1)]
+    made.turn(ev.Cancelled(request=1))
+    made.turn(freed[0])
+    assert made.scheduler.counts.decode_kv == 5 / 18_000
+    made.turn(freed[1])
+    assert made.scheduler.counts.decode_kv == 0
+
+
 def test_slots_of_all_chunks_are_held_until_the_last_is_computed() -> None:
     made = desk(CHUNKS)
     commands = submitted(made)
@@ -141,8 +175,17 @@ def changed(**changes: object) -> StartPlan:
         **changes,
     }
     planned = step(sound["group"], sound["bounds"], *sound["pieces"])  # type: ignore[arg-type,misc]
-    placement = DecodePlacement(1, sound["shares"], sound["master"])  # type: ignore[arg-type]
+    answer = sound.get("answer", ())
+    placement = DecodePlacement(1, sound["shares"], sound["master"], answer)  # type: ignore[arg-type]
     return StartPlan(steps=(planned,), decode=(placement,))
+
+
+def with_rows(*rows: cmd.Share) -> StartPlan:
+    return changed(pieces=(PlannedPiece(1, 0, 500, rows),))
+
+
+def keeping(*keep: cmd.Share) -> StartPlan:
+    return changed(pieces=(PlannedPiece(1, 0, 500, (), keep),))
 
 
 @pytest.mark.parametrize(
@@ -157,11 +200,21 @@ def changed(**changes: object) -> StartPlan:
         (changed(group=(D0,), bounds=(0, 500)), "no pair"),
         (changed(master=P0), "no pair"),
         (changed(shares=(cmd.Share(P0, 0, 500),)), "another gang"),
-        (changed(shares=(cmd.Share(D0, 0, 499),)), "without a place"),
-        (changed(shares=(cmd.Share(D0, 1, 500),)), "gaps in the KV"),
+        (changed(shares=(cmd.Share(D0, 0, 499),)), "not placed once"),
+        (changed(shares=(cmd.Share(D0, 1, 500),)), "not placed once"),
         (changed(pieces=(PlannedPiece(1, 0, 400),), bounds=(0, 200, 400)), "not the whole prompt"),
         (changed(pieces=(PlannedPiece(1, 100, 500),)), "out of order"),
         (changed(pieces=(PlannedPiece(9, 0, 500),)), "is over"),
+        (with_rows(cmd.Share(P0, 0, 499), cmd.Share(P1, 250, 500)), "each once"),
+        (with_rows(cmd.Share(P0, 0, 500, 2), cmd.Share(P1, 0, 500, 2)), "each once"),
+        (with_rows(cmd.Share(P0, 0, 499), cmd.Share(P1, 499, 500)), "not those of the rows"),
+        (with_rows(cmd.Share(P0, 0, 250), cmd.Share(D0, 250, 500)), "outside of the group"),
+        (keeping(cmd.Share(P0, 0, 499)), "is not kept once"),
+        (keeping(cmd.Share(P0, 0, 500), cmd.Share(P1, 499, 500)), "is not kept once"),
+        (keeping(cmd.Share(D0, 0, 500)), "outside of the group"),
+        (keeping(cmd.Share(P0, 0, 500), cmd.Share(P0, 500, 501)), "not earlier KV"),
+        (changed(answer=(cmd.Share(D0, 500, 509),)), "answer's KV is not placed once"),
+        (changed(answer=(cmd.Share(P0, 500, 510),)), "another gang"),
         (
             changed(
                 pieces=(PlannedPiece(1, 0, 500), PlannedPiece(2, 0, 100)), bounds=(0, 250, 600)

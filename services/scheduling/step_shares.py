@@ -1,0 +1,117 @@
+"""Who computes what of a step, who keeps its KV, and where later chunks find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from csps.protocols.messages import Span
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import PlannedStep, StartPlan
+from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.shares import outside, within
+
+Histories = tuple[tuple[Share, ...], ...]
+"""Of each piece of a step: where the KV of its sequence's earlier positions lies."""
+
+
+class PieceShape(Protocol):
+    """A piece, planned or launched."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def rows(self) -> tuple[Share, ...]: ...
+    @property
+    def keep(self) -> tuple[Share, ...]: ...
+
+
+class StepShape(Protocol):
+    """A step, planned or launched."""
+
+    @property
+    def group(self) -> tuple[InstanceId, ...]: ...
+    @property
+    def bounds(self) -> tuple[int, ...]: ...
+    @property
+    def pieces(self) -> tuple[PieceShape, ...]: ...
+
+
+def chunk_of(piece: PieceShape) -> Span:
+    """The positions of a piece."""
+    return Span(piece.start, piece.start + piece.length)
+
+
+def rows_of(step: StepShape) -> Iterator[tuple[Share, ...]]:
+    """Of each piece, who computes what; in the order of an instance's rows."""
+    begin = 0
+    for piece in step.pieces:
+        yield piece.rows or tuple(_cut(step, piece, begin))
+        begin += piece.length
+
+
+def _cut(step: StepShape, piece: PieceShape, begin: int) -> Iterator[Share]:
+    """At the bounds.
+
+    Args:
+        begin: where the piece begins in the step.
+    """
+    offset = piece.start - begin
+    for instance, (start, stop) in zip(step.group, pairwise(step.bounds), strict=True):
+        first, last = max(start, begin), min(stop, begin + piece.length)
+        if first < last:
+            yield Share(instance, first + offset, last + offset)
+
+
+def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
+    """Slots that a step needs: for what an instance computes, which is sent from there, and for
+    what comes to it to be kept."""
+    if not any(piece.rows or piece.keep for piece in step.pieces):
+        parts = zip(step.group, pairwise(step.bounds), strict=True)
+        return {instance: stop - start for instance, (start, stop) in parts if start < stop}
+    slots: dict[InstanceId, int] = {}
+    for piece, rows, history in zip(step.pieces, rows_of(step), histories, strict=True):
+        for share in (*rows, *_coming(piece.keep, (*rows, *history))):
+            slots[share.instance] = slots.get(share.instance, 0) + share.tokens
+    return slots
+
+
+def _coming(keep: tuple[Share, ...], there: Sequence[Share]) -> Iterator[Share]:
+    """What an instance is to keep and does not have."""
+    for share in keep:
+        yield from outside([share], [it for it in there if it.instance == share.instance])
+
+
+def histories_of(plan: StartPlan, *, in_place: bool) -> Iterator[Histories]:
+    """Where each step of a plan finds what earlier ones have computed.
+
+    Args:
+        plan: whose steps are launched in order.
+        in_place: KV lies where it is decoded.
+    """
+    lying: dict[RequestId, tuple[Share, ...]] = {}
+    placed = {it.request: it.shares for it in plan.decode} if in_place else {}
+    last = len(plan.steps) - 1
+    for number, step in enumerate(plan.steps):
+        yield tuple([lying.get(it.request, ()) for it in step.pieces])
+        if number != last:
+            _extend(lying, step, placed)
+
+
+def _extend(
+    lying: dict[RequestId, tuple[Share, ...]],
+    step: PlannedStep,
+    placed: Mapping[RequestId, tuple[Share, ...]],
+) -> None:
+    """Add where a step leaves the KV of its pieces."""
+    for piece, rows in zip(step.pieces, rows_of(step), strict=True):
+        before = lying.get(piece.request, ())
+        if piece.request in placed:
+            lying[piece.request] = (*before, *within(placed[piece.request], chunk_of(piece)))
+        elif piece.keep:
+            lying[piece.request] = (*outside(before, piece.keep), *piece.keep)
+        else:
+            lying[piece.request] = (*before, *rows)

@@ -1,0 +1,243 @@
+"""A policy that lays rows, KV and answers out anyhow, and counts position by position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from csps.protocols.placement import LAYOUTS, contiguous, round_robin
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import (
+    Blocked,
+    Decision,
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    StartPlan,
+    Trial,
+)
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.shares import bounds_of, laid_out, tokens_on
+from csps.services.scheduling.view import GangView, PairView, RequestView, View
+
+Free = dict[InstanceId, int]
+
+
+class AnyLayout:
+    """A policy that plans whatever is allowed, and on one instance what finds no room so."""
+
+    name, digest = "any_layout", ""
+    whole_prompts = False
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def line(self, prompt_tokens: int, pairs: object) -> str:
+        return "long"
+
+    def trial(self, pair: PairView) -> Trial:
+        return _OnOne(pair)
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        decisions: list[Decision] = []
+        pair = view.pairs[0]
+        gangs = (*pair.prefill.instances, *pair.decode.instances)
+        free = {it.id: it.free_slots for it in gangs}
+        waiting = list(view.waiting("long"))
+        while waiting:
+            together = [waiting.pop(0)]
+            if waiting and waiting[0].cls == together[0].cls and self._random.random() < 0.3:
+                together.append(waiting.pop(0))
+            plan = self._plan(together, pair, free)
+            if plan is None:
+                decisions.append(Blocked(request=together[0].id))
+                break
+            decisions.append(plan)
+        return decisions
+
+    def _plan(self, requests: list[RequestView], pair: PairView, free: Free) -> StartPlan | None:
+        for attempt in range(4):
+            plan = self._any(requests, pair) if attempt < 3 else _on_one(requests, pair, free)
+            needed = _needed(plan, requests, in_place=pair.prefill is pair.decode)
+            if all(n <= free[it] for it, n in needed.items()):
+                for instance, n in needed.items():
+                    free[instance] -= n
+                return plan
+        return None
+
+    def _any(self, requests: list[RequestView], pair: PairView) -> StartPlan:
+        placements = tuple(self._placement(it, pair.decode) for it in requests)
+        in_place = pair.prefill is pair.decode
+        if len(requests) == 2:
+            lengths = [it.prompt_tokens for it in requests]
+            steps = [self._step([(it, 0, n) for it, n in zip(requests, lengths, strict=True)],
+                                pair, placements if in_place else (), [(), ()])]  # fmt: skip
+            return StartPlan(steps=tuple(steps), decode=placements)
+        (request,) = requests
+        cuts = sorted({0, request.prompt_tokens, *self._some_of(request.prompt_tokens)})
+        steps, lies = [], dict[int, InstanceId]()
+        for start, stop in pairwise(cuts):
+            held = tuple(Share(lies[p], p, p + 1) for p in range(start))
+            chunk = [(request, start, stop - start)]
+            steps.append(self._step(chunk, pair, placements if in_place else (), [held]))
+            lay(lies, steps[-1].pieces[0], steps[-1], placements[0] if in_place else None)
+        return StartPlan(steps=tuple(steps), decode=placements)
+
+    def _some_of(self, tokens: int) -> list[int]:
+        return [self._random.randrange(tokens) for _ in range(self._random.randint(0, 2))]
+
+    def _group(self, gang: GangView) -> list[InstanceId]:
+        ids = [it.id for it in gang.instances]
+        return self._random.sample(ids, self._random.randint(1, len(ids)))
+
+    def _laid(self, gang: GangView, start: int, length: int) -> tuple[Share, ...]:
+        group = self._group(gang)
+        layout = self._random.choice(list(LAYOUTS.values()))
+        return laid_out(group, layout(length, len(group)), start)
+
+    def _placement(self, request: RequestView, gang: GangView) -> DecodePlacement:
+        master = self._random.choice(gang.instances).id
+        prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
+        shares, answer = self._laid(gang, 0, prompt), tuple[Share, ...]()
+        if self._random.random() < 0.5:
+            turns = round_robin(prompt, total, self._group(gang))
+            answer = tuple(Share.of(it, span) for it, span in turns.items() if span.length)
+        return DecodePlacement(request.id, shares, master, answer)
+
+    def _step(
+        self,
+        chunks: list[tuple[RequestView, int, int]],
+        pair: PairView,
+        in_place: Sequence[DecodePlacement],
+        held: list[tuple[Share, ...]],
+    ) -> PlannedStep:
+        with_rows = self._random.random() < 0.7
+        pieces = []
+        for request, start, length in chunks:
+            rows = self._laid(pair.prefill, start, length) if with_rows else ()
+            keep: tuple[Share, ...] = ()
+            if not in_place and self._random.random() < 0.5:
+                since = self._random.choice([0, start])  # with what lies there already, or without
+                keep = self._laid(pair.prefill, since, start + length - since)
+            pieces.append(PlannedPiece(request.id, start, length, rows, keep))
+        total = sum(length for _, _, length in chunks)
+        kept = [share for it in pieces for share in (*it.rows, *it.keep)]
+        chunk_of = {it.id: range(start, start + length) for it, start, length in chunks}
+        kept += [share for shares in held for share in shares]
+        kept += [
+            share
+            for it in in_place
+            for share in it.shares
+            if set(share.span.positions) & set(chunk_of[it.request])
+        ]
+        concerned = list(dict.fromkeys(it.instance for it in kept))
+        if with_rows:
+            counts = tokens_on(share for it in pieces for share in it.rows)
+            bounds = bounds_of([counts.get(it, 0) for it in concerned])
+        else:
+            computing = self._group(pair.prefill)[:total]
+            concerned = [*computing, *(it for it in concerned if it not in computing)]
+            cuts = [total * i // len(computing) for i in range(len(computing) + 1)]
+            bounds = (*cuts, *[total] * (len(concerned) - len(computing)))
+        return PlannedStep(
+            group=tuple(concerned),
+            bounds=tuple(bounds),
+            pieces=tuple(pieces),
+            strategy="ulysses",
+            predicted_ns=1000,
+        )
+
+
+class _OnOne:
+    """What fits on the largest instance of each gang."""
+
+    def __init__(self, pair: PairView) -> None:
+        self._pair = pair
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        most = self._pair.decode.largest
+        return prompt_tokens <= self._pair.prefill.largest and prompt_tokens + output_tokens <= most
+
+
+def _on_one(requests: list[RequestView], pair: PairView, free: Free) -> StartPlan:
+    prefill, decode = (
+        max(gang.instances, key=lambda it: free[it.id]).id for gang in (pair.prefill, pair.decode)
+    )
+    lengths = [it.prompt_tokens for it in requests]
+    step = PlannedStep(
+        group=(prefill,),
+        bounds=(0, sum(lengths)),
+        pieces=tuple(PlannedPiece(it.id, 0, it.prompt_tokens) for it in requests),
+        strategy="ulysses",
+        predicted_ns=1000,
+    )
+    placements = (
+        DecodePlacement(it.id, (Share(decode, 0, it.prompt_tokens),), decode) for it in requests
+    )
+    return StartPlan(steps=(step,), decode=tuple(placements))
+
+
+# --- position by position ----------------------------------------------------------------------
+
+
+def rows_of(
+    step: PlannedStep | cmd.RunStep, piece: PlannedPiece | cmd.Piece
+) -> Iterator[tuple[int, InstanceId]]:
+    """(position, who computes it)."""
+    if piece.rows:
+        for share in piece.rows:
+            yield from ((p, share.instance) for p in range(share.start, share.stop, share.step))
+        return
+    begin = 0
+    for other in step.pieces:
+        if other == piece:
+            break
+        begin += other.length
+    for member, spans in enumerate(contiguous(step.bounds)):
+        for token in (p for span in spans for p in span.positions):
+            if begin <= token < begin + piece.length:
+                yield token - begin + piece.start, step.group[member]
+
+
+def lay(
+    lies: dict[int, InstanceId],
+    piece: PlannedPiece | cmd.Piece,
+    step: PlannedStep | cmd.RunStep,
+    in_place: DecodePlacement | cmd.Reserve | None,
+) -> None:
+    """Where the KV of a sequence lies after a step."""
+    lies.update(rows_of(step, piece))
+    kept = piece.keep if in_place is None else in_place.shares
+    chunk = range(piece.start, piece.start + piece.length)
+    for share in kept:
+        for p in range(share.start, share.stop, share.step):
+            if in_place is None or p in chunk:
+                lies[p] = share.instance
+
+
+def _needed(
+    plan: StartPlan, requests: list[RequestView], *, in_place: bool
+) -> dict[InstanceId, int]:
+    """Slots: of what an instance computes or is to keep, and does not have."""
+    needed: dict[InstanceId, int] = {}
+    had: dict[int, dict[int, InstanceId]] = {}
+    for step in () if in_place else plan.steps:
+        for piece in step.pieces:
+            before = had.setdefault(piece.request, {})
+            rows = set(rows_of(step, piece))
+            keeps = {
+                (p, it.instance) for it in piece.keep for p in range(it.start, it.stop, it.step)
+            }
+            for _, instance in rows | (keeps - set(before.items())):
+                needed[instance] = needed.get(instance, 0) + 1
+            lay(before, piece, step, None)
+    output = {it.id: it.output_tokens for it in requests}
+    for placement in plan.decode:
+        for share in (*placement.shares, *placement.answer):
+            tokens = len(range(share.start, share.stop, share.step))
+            needed[share.instance] = needed.get(share.instance, 0) + tokens
+        if not placement.answer:
+            needed[placement.master] = needed.get(placement.master, 0) + output[placement.request]
+    return needed
