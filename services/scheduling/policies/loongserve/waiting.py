@@ -1,4 +1,4 @@
-"""When it is better to wait for more instances, and what may be done meanwhile (LoongServe App. A)."""
+"""Waiting for more instances, and what may be done meanwhile (LoongServe App. A)."""
 
 from __future__ import annotations
 
