@@ -77,6 +77,7 @@ class Tag(IntEnum):
     SUMS_TO_RELAY = 23
     KEPT_ROWS = 24
     HISTORY_ANSWER = 25
+    RING = 26
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ Phase = Literal[
     "reduce-scatter",
     "importance exchange",
     "history exchange",
+    "ring",
     "wait",
 ]
-"""What a span of time went to. The all-to-alls, all-gathers and reduce-scatters are transfers,
+"""What a span of time went to. All-to-alls, rings, all-gathers and reduce-scatters are transfers,
 which go on beside the others; `wait` is the time in which computing stood still for one."""
 
 TRANSFERS: frozenset[str] = frozenset(
@@ -35,6 +36,7 @@ TRANSFERS: frozenset[str] = frozenset(
         "second all-to-all",
         "importance exchange",
         "history exchange",
+        "ring",
         "all-gather",
         "reduce-scatter",
     }

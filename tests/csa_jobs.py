@@ -160,7 +160,9 @@ def layers_on_ranks(
     def member(rank: int) -> list[LayerResult]:
         clock = (clocks or {}).get(rank)
         rows = slice(case.bounds[rank], case.bounds[rank + 1])
-        shape = ModelShape(layers=case.layers, heads=case.heads, head_dim=DIM, tp=1)
+        shape = ModelShape(
+            layers=case.layers, heads=case.heads, kv_heads=case.kv_heads, head_dim=DIM, tp=1
+        )
         points = Points(step_parts(case.job, shape), partial(part, rank))
         group = replace(world.group(case.job, rank, clock), points=points)
         with Csa(group, case.schedule, case.pool(rank), heads=case.heads, scale=SCALE) as csa:

@@ -42,7 +42,7 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
 from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.history import History, HistoryMember, through
+from csps.actors.strategies.history import History, HistoryMember, rows_by_piece, through
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
@@ -187,7 +187,7 @@ class Csa(WithTransfers):
             HistoryMember(
                 rank=rank,
                 instance=instance,
-                rows=range(rows.start, rows.stop),
+                rows=rows_by_piece(group.job.pieces, range(rows.start, rows.stop)),
                 heads=range(self._heads),
                 held=range(self._kv_heads),
             )

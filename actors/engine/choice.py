@@ -9,6 +9,8 @@ from csps.actors.engine.engine import Engine
 from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.ring_kv import RingKv
+from csps.actors.strategies.ring_q import RingQ
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
@@ -16,13 +18,12 @@ from csps.models.spec import ModelSpec
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.protocols.messages import PrefillJob
 
-WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights"})
+WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
 """Exact, in one way."""
 WITH_PLAN = frozenset({"levels", "csa", "sp_tp", "sp_tp_flat"})
 """Take a `CsaPlan`; SP-TP can do without one."""
 
-
-ANY_ROWS = frozenset({"ulysses", "gathered_weights"})
+ANY_ROWS = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
 """Need nothing of rows but their positions; the others take rows that are cut at the bounds."""
 
 
@@ -69,6 +70,10 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
         return _ulysses(group, engine)
     if name == "gathered_weights":
         return GatheredWeights(group, engine)
+    if name == "ring_kv":
+        return _ring_kv(group, engine)
+    if name == "ring_q":
+        return RingQ(group, engine.pool, scale=engine.spec.scale)
     if name in ("sp_tp", "sp_tp_flat"):
         return SpTp(group, engine, group.job.csa, hierarchical=name == "sp_tp")
     assert name in ("levels", "csa"), "the job has been checked"
@@ -77,6 +82,16 @@ def strategy_of(group: SpGroup, engine: Engine) -> AbstractContextManager[Strate
 
 def _ulysses(group: SpGroup, engine: Engine) -> Ulysses:
     return Ulysses(
+        group,
+        engine.pool,
+        heads=engine.heads,
+        kv_heads=len(engine.kv_heads),
+        scale=engine.spec.scale,
+    )
+
+
+def _ring_kv(group: SpGroup, engine: Engine) -> RingKv:
+    return RingKv(
         group,
         engine.pool,
         heads=engine.heads,

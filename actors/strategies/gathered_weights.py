@@ -33,7 +33,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.mesh import Tag
 from csps.actors.strategies.gathered_layers import GatheredLayers
 from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.actors.strategies.history import History, HistoryMember, through
+from csps.actors.strategies.history import History, HistoryMember, rows_by_piece, through
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.strategy import Keep
@@ -185,11 +185,12 @@ class GatheredWeights(WithTransfers):
 
     def _members(self) -> list[HistoryMember]:
         layout, spec = self._group.layout, self._engine.spec
+        rows = rows_by_piece(self._group.job.pieces, range(self._shards.total_rows))
         return [
             HistoryMember(
                 rank=rank,
                 instance=layout.instance_of(rank),
-                rows=range(self._shards.total_rows),
+                rows=rows,
                 heads=range(spec.heads)[self._split.queries(member)],
                 held=kv_head_range(spec, layout.tp_rank_of(rank), layout.tp),
             )

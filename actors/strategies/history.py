@@ -7,14 +7,14 @@
 So history may be cut and placed in any way, and strategies know nothing of it but the point in a
 layer where every member asks: with own rows of all heads, or with all rows of own heads, whatever
 it has there (CP Alg. 3). Where the history is far shorter than the chunk, keys and values would be
-fewer bytes than queries and outputs (CP Alg. 1); nobody chooses that here.
+fewer bytes than queries and outputs (CP Alg. 1): `ring_kv` lets such history go round instead.
 
 Shape suffixes: n query rows, s tokens of history, h query heads, g KV heads, d head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -25,6 +25,7 @@ from torch import Tensor
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup, uniform_heads
+from csps.actors.strategies.held_history import HeldHistory
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.transfers import Label, Transfers
 from csps.kernels.attention import attention
@@ -45,8 +46,8 @@ class HistoryMember:
 
     rank: int
     instance: int
-    rows: range
-    """Of the batch, those whose queries it has."""
+    rows: tuple[range, ...]
+    """By piece, which rows of its queries are the piece's (`rows_by_piece`)."""
     heads: range
     """Query heads that it has them of."""
     held: range
@@ -59,7 +60,7 @@ class _Question:
 
     piece: int
     rows: range
-    """Of the batch."""
+    """Of the asker's queries."""
     heads: range
 
 
@@ -71,6 +72,7 @@ class History:
             that are among them.
         group_heads: query heads of a KV head.
         begin: how the strategy exchanges.
+        asks: of which pieces; a strategy may bring the others' history by on its own.
     """
 
     def __init__(
@@ -82,14 +84,16 @@ class History:
         group_heads: int,
         scale: float,
         begin: Begin,
+        asks: Callable[[PrefillPiece], bool] = lambda piece: True,
     ) -> None:
         self.group, self.pool = group, pool
+        self.held = HeldHistory(group, pool)
         self.group_heads, self.scale = group_heads, scale
         self.begin = begin
         self.own = next(it for it in members if it.rank == group.mesh.rank)
         self._members = tuple(members)
-        self._slots: dict[int, slice | Tensor] = {}
-        self.any = any(piece.history for piece in group.job.pieces)
+        self._asks = asks
+        self.any = any(piece.history and asks(piece) for piece in group.job.pieces)
         """Then every layer has a phase for it, even if nobody wants the piece any more."""
         self.asked_of = self._routes((self.own, holder) for holder in members)
         """By holder, what this member asks of it."""
@@ -101,7 +105,7 @@ class History:
         point of a layer, those without queries too.
 
         Args:
-            q_nhd: `rows` and `heads` of this member.
+            q_nhd: all rows and `heads` of this member.
         """
         return Asked(self, layer, q_nhd)
 
@@ -115,28 +119,6 @@ class History:
             for rank, asked in questions.items()
         }
         return {rank: asked for rank, asked in kept.items() if asked}
-
-    def keys(self, layer: int, piece: PrefillPiece) -> tuple[Tensor, Tensor]:
-        """k and v of this member's history of a piece, (s, g, d)."""
-        assert not self.pool.narrowed(layer, piece.rid), "history has kept tokens only"
-        k_shd, v_shd = self.pool.layer(layer)
-        slots = self._slots_of(piece)
-        if isinstance(slots, slice):
-            return k_shd[slots], v_shd[slots]
-        return k_shd.index_select(0, slots), v_shd.index_select(0, slots)
-
-    def _slots_of(self, piece: PrefillPiece) -> slice | Tensor:
-        """Where a piece's history lies here, alike in all layers: a slice if it is one run, which
-        is read where it lies."""
-        if piece.rid not in self._slots:
-            spans = self.group.history_of(piece, self.group.member)
-            runs = _joined(run for span in spans for run in self.pool.runs(piece.rid, span))
-            slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
-            if len(runs) > 1:
-                numbers = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-                slots = numbers.to(self.pool.k.device)
-            self._slots[piece.rid] = slots
-        return self._slots[piece.rid]
 
     def _routes(
         self, pairs: Iterator[tuple[HistoryMember, HistoryMember]]
@@ -152,11 +134,10 @@ class History:
         heads = self._heads(asker, holder)
         if not heads:
             return
-        ends = accumulate(piece.length for piece in self.group.job.pieces)
-        for index, (piece, end) in enumerate(zip(self.group.job.pieces, ends, strict=True)):
-            first = max(asker.rows.start, end - piece.length)
-            rows = range(first, min(asker.rows.stop, end))
-            if rows and any(it.instance == holder.instance for it in piece.history):
+        pieces = self.group.job.pieces
+        for index, (piece, rows) in enumerate(zip(pieces, asker.rows, strict=True)):
+            held = any(it.instance == holder.instance for it in piece.history)
+            if rows and held and self._asks(piece):
                 yield _Question(index, rows, heads)
 
     def _heads(self, asker: HistoryMember, holder: HistoryMember) -> range:
@@ -228,7 +209,7 @@ class Asked:
         own = self._history.own
         for rank, asked in self._asked_of.items():
             for it, part in zip(asked, self._results(asked, self._answers.pop(rank)), strict=True):
-                rows = _from(it.rows, own.rows)
+                rows = slice(it.rows.start, it.rows.stop)
                 heads = _from(it.heads, own.heads)
                 merge_into(out_nhd[rows, heads], lse_hn[heads, rows], *part)
 
@@ -246,7 +227,7 @@ class Asked:
         group, history = self._history.group, self._history
         if question.piece not in self._keys:
             piece = group.job.pieces[question.piece]
-            self._keys[question.piece] = history.keys(self._layer, piece)
+            self._keys[question.piece] = history.held.keys(self._layer, piece)
         k_sgd, v_sgd = self._keys[question.piece]
         for rows in query_blocks(q_nhd, len(k_sgd)):
             with group.clock.timeline.phase("attention", layer=self._layer):
@@ -276,8 +257,8 @@ class Asked:
         return ((rank, it) for rank, it in asked.items() if rank != self._history.own.rank)
 
     def _own_queries(self, question: _Question) -> Tensor:
-        own = self._history.own
-        return self._q_nhd[_from(question.rows, own.rows), _from(question.heads, own.heads)]
+        rows, heads = question.rows, _from(question.heads, self._history.own.heads)
+        return self._q_nhd[rows.start : rows.stop, heads]
 
     def _packed(self, asked: Sequence[_Question]) -> Tensor:
         return torch.cat([self._own_queries(it).reshape(-1) for it in asked])
@@ -315,6 +296,17 @@ class Asked:
         )
 
 
+def rows_by_piece(pieces: Sequence[PrefillPiece], rows: range) -> tuple[range, ...]:
+    """For members that have neighbouring rows of the batch: those of each piece, numbered from the
+    first that they have."""
+    ends = accumulate(piece.length for piece in pieces)
+    bounds = (
+        (max(rows.start, end - piece.length) - rows.start, min(rows.stop, end) - rows.start)
+        for piece, end in zip(pieces, ends, strict=True)
+    )
+    return tuple(range(first, max(first, stop)) for first, stop in bounds)
+
+
 def through(transfers: Transfers) -> Begin:
     """Exchanges that go on beside computing."""
 
@@ -323,17 +315,6 @@ def through(transfers: Transfers) -> Begin:
         return lambda: transfers.wait(transfer)
 
     return begin
-
-
-def _joined(runs: Iterable[range]) -> list[range]:
-    """Ascending, neighbours as one: attention does not care about the order of keys."""
-    joined: list[range] = []
-    for run in sorted(runs, key=lambda run: run.start):
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return joined
 
 
 def _nothing() -> None:

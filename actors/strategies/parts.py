@@ -13,17 +13,18 @@ one with more passes the last ones without a number of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from csps.actors.levels.geometry import LevelGeometry
 from csps.actors.strategies.query_blocks import block_count
+from csps.actors.strategies.ring_plan import RingPlan, going_round, held_of, with_history
 from csps.models.spec import ModelSpec
 from csps.protocols.csa import CsaPlan
 from csps.protocols.even_share import even_share
-from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.messages import PrefillJob
 from csps.protocols.topology import Segments
 
 MLP_ROWS = 2048
@@ -114,6 +115,7 @@ class ModelShape:
     layers: int
     heads: int
     """Query heads of the whole model."""
+    kv_heads: int
     head_dim: int
     tp: int
     whole: bool = False
@@ -125,6 +127,7 @@ class ModelShape:
         return cls(
             layers=spec.layers,
             heads=spec.heads,
+            kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             tp=tp,
             whole=on_cuda,
@@ -166,6 +169,8 @@ class _Counts:
             case "gathered_weights":
                 members = len(self._job.group) * self._shape.tp
                 return self._over_heads(self._head_share(self._shape.heads, members))
+            case "ring_kv" | "ring_q":
+                return self._ring()
             case "levels" | "csa":
                 assert self._job.csa is not None, "the job has been checked"
                 return self._csa(self._job.csa, layer)
@@ -180,6 +185,34 @@ class _Counts:
         asked = [self._rows] * (self._rank_heads // heads if heads else 1)
         self._by_cuts[()] = (*self._history(asked, heads), max(1, chunk))
         return self._by_cuts[()]
+
+    def _ring(self) -> Phases:
+        """Rounds, each of the member with the most blocks in it; before them history that is asked
+        for."""
+        if () in self._by_cuts:
+            return self._by_cuts[()]
+        asked: Set[int] = with_history(self._job)
+        going = asked
+        if self._job.strategy == "ring_kv":
+            kv_heads = max(1, self._shape.kv_heads // self._shape.tp)
+            going = going_round(
+                self._job, heads=self._rank_heads, kv_heads=kv_heads, dim=self._shape.head_dim
+            )
+        plan = RingPlan(self._job, going)
+        rounds = (
+            max(self._ring_blocks(plan, k, (k - turn) % plan.size) for k in range(plan.size))
+            for turn in range(plan.size)
+        )
+        history = self._history(self._shares, self._rank_heads, asked - going)
+        self._by_cuts[()] = (*history, *(max(1, blocks) for blocks in rounds))
+        return self._by_cuts[()]
+
+    def _ring_blocks(self, plan: RingPlan, member: int, source: int) -> int:
+        """Of a member with a share that goes round: its queries and the share's keys, or the other
+        way round."""
+        pair = (member, source) if self._job.strategy == "ring_kv" else (source, member)
+        blocks = (block for blocks in plan.blocks(*pair).values() for block in blocks)
+        return sum(self._blocks(it.rows, self._rank_heads, it.key_count) for it in blocks)
 
     def _csa(self, plan: CsaPlan, layer: int) -> Phases:
         """One for every micro-partition of the queries of an exchanged level. Own rows are computed
@@ -245,18 +278,21 @@ class _Counts:
             share = len(even_share(rows, self._shape.tp, tp_rank))
             yield from filter(None, (len(even_share(share, cuts, cut)) for cut in range(cuts)))
 
-    def _history(self, asked_rows: Sequence[int], heads: int) -> Phases:
+    def _history(
+        self, asked_rows: Sequence[int], heads: int, rids: Set[int] | None = None
+    ) -> Phases:
         """Of the holder with the most to answer; none if no piece has history.
 
         Args:
             asked_rows: of each asker, how many rows it asks with.
+            rids: sequences whose history is asked for; None for all.
         """
         held = [
             sum(
                 self._blocks(min(rows, piece.length), heads, tokens)
                 for rows in asked_rows
                 for piece in self._job.pieces
-                if (tokens := _held(piece, instance))
+                if (rids is None or piece.rid in rids) and (tokens := held_of(piece, instance))
             )
             for instance in self._job.group
         ]
@@ -271,7 +307,3 @@ class _Counts:
     def _head_share(heads: int, members: int) -> int:
         """Of the member with the most."""
         return -(-heads // members)
-
-
-def _held(piece: PrefillPiece, instance: int) -> int:
-    return sum(it.span.length for it in piece.history if it.instance == instance)

@@ -20,7 +20,7 @@ from torch import Tensor
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Pending, Tag
 from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.actors.strategies.history import History, HistoryMember, Messages, Wait
+from csps.actors.strategies.history import History, HistoryMember, Messages, Wait, rows_by_piece
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.actors.transfers import Label
@@ -123,11 +123,12 @@ class Ulysses:
 
     def _members(self) -> list[HistoryMember]:
         group, split = self._group, self._split
+        rows = rows_by_piece(group.job.pieces, range(group.total_rows))
         return [
             HistoryMember(
                 rank=rank,
                 instance=instance,
-                rows=range(group.total_rows),
+                rows=rows,
                 heads=range(split.heads)[split.queries(member)],
                 held=range(split.kv_heads),
             )

@@ -39,8 +39,8 @@ from csps.protocols.errors import ProtocolError
 from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
 from csps.protocols.placement import round_robin
 
-STRATEGIES = ("ulysses", "gathered_weights", "sp_tp_flat")
-ANY_ROWS = ("ulysses", "gathered_weights")
+STRATEGIES = ("ulysses", "gathered_weights", "ring_kv", "ring_q", "sp_tp_flat")
+ANY_ROWS = ("ulysses", "gathered_weights", "ring_kv", "ring_q")
 
 
 def greedy(tokens: int) -> Sampling:

@@ -19,7 +19,7 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 from csps.protocols.topology import Topology
 
-STRATEGIES = ["ulysses", "gathered_weights", "levels", "sp_tp", "sp_tp_flat"]
+STRATEGIES = ["ulysses", "gathered_weights", "ring_kv", "ring_q", "levels", "sp_tp", "sp_tp_flat"]
 
 several = settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 

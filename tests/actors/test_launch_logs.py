@@ -20,6 +20,8 @@ from tiny_checkpoints import make_checkpoint
 from csps.actors.csa.strategy import Csa
 from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.gathered_weights import GatheredWeights
+from csps.actors.strategies.ring_kv import RingKv
+from csps.actors.strategies.ring_q import RingQ
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup
@@ -107,6 +109,20 @@ def ulysses(instances: int) -> MakeStrategy:
     )
 
 
+def ring_kv(instances: int) -> MakeStrategy:
+    return lambda group, engine: RingKv(
+        group,
+        engine.pool,
+        heads=engine.heads,
+        kv_heads=len(engine.kv_heads),
+        scale=engine.spec.scale,
+    )
+
+
+def ring_q(instances: int) -> MakeStrategy:
+    return lambda group, engine: RingQ(group, engine.pool, scale=engine.spec.scale)
+
+
 def gathered_weights(instances: int) -> MakeStrategy:
     return GatheredWeights
 
@@ -140,6 +156,8 @@ def csa(**fields: Any) -> Callable[[int], MakeStrategy]:
 STRATEGIES: dict[str, Callable[[int], MakeStrategy]] = {
     "ulysses": ulysses,
     "gathered weights": gathered_weights,
+    "ring_kv": ring_kv,
+    "ring_q": ring_q,
     "sp-tp": sp_tp(pipelined=True),
     "sp-tp, not pipelined": sp_tp(pipelined=False, micro_partitions=1),
     "csa": csa(),

@@ -149,7 +149,8 @@ def test_the_same_of_sparse_attention(gangs: Gangs, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "members", "tp"), [("ulysses", 3, 1), ("gathered_weights", 2, 2)]
+    ("strategy", "members", "tp"),
+    [("ulysses", 3, 1), ("gathered_weights", 2, 2), ("ring_kv", 3, 1), ("ring_q", 3, 1)],
 )
 def test_who_has_most_blocks_has_a_number_for_each(
     gangs: Gangs, strategy: str, members: int, tp: int
@@ -217,7 +218,7 @@ def test_a_step_may_be_stopped_at_any_number(
 
 
 def test_a_member_of_none_knows_the_number_of_parts() -> None:
-    shape = ModelShape(layers=3, heads=4, head_dim=8, tp=1)
+    shape = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1)
     with blocks_of(4):
         parts = step_parts(job_of([0, 8, 20], [20], strategy="ulysses"), shape)
     assert parts == StepParts(((1, 5, 1), (1, 5, 1), (1,)))
@@ -225,7 +226,8 @@ def test_a_member_of_none_knows_the_number_of_parts() -> None:
     assert parts.numbers(1, 1) == range(8, 13)
     assert (
         step_parts(
-            job_of([0, 20], [20]), ModelShape(layers=3, heads=4, head_dim=8, tp=1, whole=True)
+            job_of([0, 20], [20]),
+            ModelShape(layers=3, heads=4, kv_heads=2, head_dim=8, tp=1, whole=True),
         ).total
         == 7
     )

@@ -16,11 +16,18 @@ from torch import Tensor
 
 from csps.actors.csa import own_rows, owned_level
 from csps.actors.engine.choice import strategy_of
-from csps.actors.strategies import history, sp_tp_attention, ulysses
+from csps.actors.strategies import history, ring, sp_tp_attention, ulysses
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
 from csps.protocols.messages import KvShare, PrefillJob, Span
 
-MODULES: tuple[ModuleType, ...] = (history, own_rows, owned_level, sp_tp_attention, ulysses)
+MODULES: tuple[ModuleType, ...] = (
+    history,
+    own_rows,
+    owned_level,
+    ring,
+    sp_tp_attention,
+    ulysses,
+)
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 LENGTHS = (5, 44, 3, 23)
 BOUNDS = (0, 15, 33, 60, 75)
@@ -37,6 +44,8 @@ def plan(drop_ratio: float, **fields: Any) -> CsaPlan:
 CASES: dict[str, tuple[str, CsaPlan | None]] = {
     "ulysses": ("ulysses", None),
     "gathered weights": ("gathered_weights", None),
+    "ring pass-kv": ("ring_kv", None),
+    "ring pass-q": ("ring_q", None),
     "sp-tp": ("sp_tp", None),
     "sp-tp, sparse": ("sp_tp", plan(0.5)),
     "sp-tp, sparse by all": ("sp_tp", replace(plan(0.5), importance_window=ALL_QUERIES)),

@@ -1,0 +1,140 @@
+"""Ring pass-KV: keys and values go round, queries stay (CP Alg. 2; LoongServe §4.1; Tetris §4.2).
+
+    k, v of own rows, and of history that goes round  --> the next member, N - 1 times
+    attention of own queries to each share while the next one is on its way
+    running output and LSE of own rows, fp32
+
+Every member sees the keys and values of all rows, so whoever is to keep them takes them as they
+come by: a placement of any kind costs no further message (LoongServe's proactive scale-down), and
+no more memory than the shares of one layer that are under way.
+
+History goes round with the new keys and values, as in the paper, where that moves less. Where a
+chunk is much shorter than its history, queries, and outputs in return, are fewer bytes than keys
+and values (CP Eq. 1), so there the holders are asked as under every strategy (`history`). It is
+decided piece by piece, as a batch may have both, and by numbers alone: both ways lie beside the
+computing, one behind the ring's attention, the other behind that of the history itself.
+
+Under tensor parallelism ranks of equal place in their instances form a ring of their own, each
+with its query heads and the KV heads that those read; KV heads go round more than once where there
+are fewer of them than ranks.
+
+Shape suffixes: t rows, k keys, h query heads, g KV heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+from torch import Tensor
+
+from csps.actors.kv_pool import KvPool
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.held_history import HeldHistory
+from csps.actors.strategies.history import History, HistoryMember, through
+from csps.actors.strategies.ring import RingAttention, Rounds
+from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_plan import RingPlan, going_round
+from csps.actors.strategies.strategy import Keep
+from csps.actors.strategies.with_transfers import WithTransfers
+from csps.kernels.merge import nothing_seen
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+
+
+class RingKv(WithTransfers):
+    """Exact attention of one job; one object per job and rank, entered for the job's duration."""
+
+    def __init__(
+        self, group: SpGroup, pool: KvPool, *, heads: int, kv_heads: int, scale: float
+    ) -> None:
+        super().__init__(group)
+        self._group = group
+        self._heads, self._kv_heads = heads, kv_heads
+        rids = going_round(group.job, heads=heads, kv_heads=kv_heads, dim=pool.head_dim)
+        self._plan = RingPlan(group.job, rids)
+        self._attention = RingAttention(group, self._plan, scale)
+        self._held = HeldHistory(group, pool)
+        self._history = History(
+            group,
+            pool,
+            self._members(),
+            group_heads=heads // kv_heads,
+            scale=scale,
+            begin=through(self._transfers),
+            asks=lambda piece: piece.rid not in rids,
+        )
+
+    def offered(self, layer: int, member: int) -> Collection[int]:
+        """See `Strategy`: everyone's rows come by everyone."""
+        return [other for other in range(self._group.size) if other != member]
+
+    def attend_layer(
+        self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
+    ) -> Tensor:
+        """The residual stream of own rows (t, hidden) after the layer's attention."""
+        timeline = self._group.clock.timeline
+        with timeline.phase("qkv", layer=index):
+            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
+        keep(index, k_thd, v_thd)
+        out_thd = self.attend(index, q_thd, k_thd, v_thd, keep)
+        with timeline.phase("linear", layer=index):
+            return layer.attention_output(x_td, out_thd)
+
+    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, keep: Keep) -> Tensor:
+        """Attention output (t, h, d) of this member's rows, in q's dtype."""
+        asked = self._history.ask(layer, q_thd)
+        rounds = Rounds(self._group, self._transfers, layer, self._share(layer, k_thd, v_thd))
+        asked.answer()
+        out_thd, lse_ht = nothing_seen(q_thd)
+        for source, share in rounds:
+            rows = self._plan.rows_of(source)
+            if source != self._group.member:
+                keep(layer, share[0, :rows], share[1, :rows], member=source)
+            keys = partial(self._keys, share, source)
+            own = self._group.member
+            self._attention.attend(layer, own, source, q_thd, keys, out_thd, lse_ht)
+        asked.merge_into(out_thd, lse_ht)
+        return out_thd.to(q_thd.dtype)
+
+    def _share(self, layer: int, k_thd: Tensor, v_thd: Tensor) -> Tensor:
+        """(2, longest share, g, d): keys and values of own rows, then of history that goes round,
+        piece by piece."""
+        share = k_thd.new_empty(2, self._plan.longest_share, *k_thd.shape[1:])
+        kv = [(k_thd, v_thd)]
+        pieces = self._group.job.pieces
+        kv += [
+            self._held.keys(layer, pieces[index])
+            for index in self._plan.history[self._group.member]
+        ]
+        end = 0
+        for keys, values in kv:
+            begin, end = end, end + len(keys)
+            share[0, begin:end] = keys
+            share[1, begin:end] = values
+        return share
+
+    def _keys(self, share: Tensor, source: int, piece: int, block: Block) -> tuple[Tensor, Tensor]:
+        """What a block attends to, out of a member's share."""
+        begin = 0
+        if block.history:
+            history = self._plan.history[source]
+            before = (tokens for index, tokens in history.items() if index < piece)
+            begin = self._plan.rows_of(source) + sum(before)
+        keys = slice(begin + block.keys.start, begin + block.keys.stop)
+        return share[0, keys], share[1, keys]
+
+    def _members(self) -> list[HistoryMember]:
+        group = self._group
+        return [
+            HistoryMember(
+                rank=rank,
+                instance=instance,
+                rows=self._plan.piece_rows(member),
+                heads=range(self._heads),
+                held=range(self._kv_heads),
+            )
+            for member, (rank, instance) in enumerate(
+                zip(group.peers, group.job.group, strict=True)
+            )
+        ]

@@ -1,0 +1,116 @@
+"""Blocks of a ring against arrays of who sees what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gang_cell import bounds_of_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from test_rings import Case, cases
+
+from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_plan import RingPlan, with_history
+from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.placement import place, striped, zigzag
+
+Counts = npt.NDArray[np.int64]
+
+
+def plan_of(job: PrefillJob) -> RingPlan:
+    return RingPlan(job, with_history(job))
+
+
+def positions(plan: RingPlan, member: int, piece: int) -> Counts:
+    """Of a member's rows of a piece."""
+    parts = plan.parts[member][piece]
+    return np.concatenate([np.array(it.span.positions) for it in parts] or [np.array([], int)])
+
+
+def seen(block: Block) -> npt.NDArray[np.bool_]:
+    """(queries, keys) of what a block computes."""
+    if block.q_positions is None or block.k_positions is None:
+        return np.ones((block.rows, block.key_count), bool)
+    return np.array(block.k_positions)[None, :] <= np.array(block.q_positions)[:, None]
+
+
+@settings(max_examples=examples(100))
+@given(cases())
+def test_every_pair_that_sees_each_other_is_in_one_block(case: Case) -> None:
+    plan = plan_of(case.job)
+    for asker in range(plan.size):
+        for holder in range(plan.size):
+            blocks = plan.blocks(asker, holder)
+            for index, rows in enumerate(plan.piece_rows(asker)):
+                queries, keys = positions(plan, asker, index), positions(plan, holder, index)
+                count = np.zeros((len(queries), len(keys)), int)
+                tokens = plan.history[holder].get(index, 0)
+                history = np.zeros(len(queries), int)
+                first_key = plan.piece_rows(holder)[index].start
+                for block in blocks.get(index, []):
+                    at = slice(block.queries.start - rows.start, block.queries.stop - rows.start)
+                    if block.history:
+                        history[at] += block.key_count
+                        continue
+                    of = slice(block.keys.start - first_key, block.keys.stop - first_key)
+                    count[at, of] += seen(block)
+                assert (count == (keys[None, :] <= queries[:, None])).all()
+                assert (history == tokens).all()
+                answered = np.zeros(len(queries), int)
+                for it in plan.answered(asker, holder).get(index, []):
+                    answered[it.start - rows.start : it.stop - rows.start] += 1
+                assert (answered == ((count.sum(1) + history) > 0)).all()
+
+
+def work(job: PrefillJob) -> Counts:
+    """By member, pairs of a query and a key that it computes in all rounds of pass-KV."""
+    plan = plan_of(job)
+    return np.array(
+        [
+            sum(
+                int(seen(block).sum())
+                for holder in range(plan.size)
+                for blocks in plan.blocks(member, holder).values()
+                for block in blocks
+            )
+            for member in range(plan.size)
+        ]
+    )
+
+
+def job_in(layout: str, lengths: list[int], members: int) -> PrefillJob:
+    order = tuple(range(members))
+    pieces = [PrefillPiece(rid=rid, start=0, length=n) for rid, n in enumerate(lengths)]
+    bounds = [sum(lengths) * member // members for member in range(members + 1)]
+    if layout != "contiguous":
+        cut = {"zigzag": zigzag, "striped": striped}[layout]
+        pieces = [replace(it, rows=place(order, cut(it.length, members))) for it in pieces]
+        bounds = bounds_of_rows(pieces, order)
+    return PrefillJob(job_id=1, group=order, bounds=tuple(bounds), pieces=tuple(pieces))
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+@pytest.mark.parametrize("lengths", [[2048], [1500, 700, 1100]])
+def test_zigzag_and_striped_share_the_work_evenly(members: int, lengths: list[int]) -> None:
+    for layout in ("zigzag", "striped"):
+        shares = work(job_in(layout, lengths, members))
+        assert shares.sum() == sum(n * (n + 1) // 2 for n in lengths)
+        assert shares.max() <= 1.02 * shares.mean()
+    shares = work(job_in("contiguous", [2048], members))
+    assert shares.max() >= 1.4 * shares.mean()
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 300), st.integers(1, 8))
+def test_regular_layouts_take_few_calls(length: int, members: int) -> None:
+    """Own rows and, of others, what is seen: one each, in any round."""
+    for layout in ("contiguous", "zigzag", "striped"):
+        plan = plan_of(job_in(layout, [length], members))
+        for asker in range(members):
+            for holder in range(members):
+                blocks = plan.blocks(asker, holder).get(0, [])
+                assert len(blocks) <= 1

@@ -1,0 +1,375 @@
+"""Ring pass-KV and ring pass-Q over real exchanges against dense fp64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from csa_jobs import scattered
+from dense_reference import dense_attention
+from gang_cell import bounds_of_rows
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mesh_threads import on_ranks
+from property_examples import examples
+from small_blocks import blocks_of
+from strict_group import strict
+from torch import Tensor
+
+from csps.actors.job_clock import JobClock
+from csps.actors.kv_pool import KvPool
+from csps.actors.layout import GangLayout
+from csps.actors.mesh import GroupMaker, Mesh, Tag
+from csps.actors.strategies.group import SpGroup, span_positions
+from csps.actors.strategies.ring_kv import RingKv
+from csps.actors.strategies.ring_q import RingQ
+from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import place, striped, zigzag
+
+HEAD_DIM = 8
+RINGS = ("ring_kv", "ring_q")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch on a group of all ranks of a mesh; member i is mesh rank `order[i]`."""
+
+    heads: int
+    kv_heads: int
+    pieces: tuple[PrefillPiece, ...]
+    bounds: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
+    withdrawn: frozenset[int] = frozenset()
+
+    @property
+    def job(self) -> PrefillJob:
+        return PrefillJob(job_id=1, group=self.order, bounds=self.bounds, pieces=self.pieces)
+
+    def tensors(self, piece: PrefillPiece) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of all positions of a piece, history included."""
+        generator = torch.Generator().manual_seed(piece.rid)
+        stop = piece.start + piece.length
+
+        def random(heads: int) -> Tensor:
+            return torch.randn(stop, heads, HEAD_DIM, generator=generator).to(self.dtype)
+
+        return random(self.heads), random(self.kv_heads), random(self.kv_heads)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a ring gave."""
+
+    outs: dict[int, Tensor]
+    """By sequence, all rows of its piece in the order of positions."""
+    sent: list[list[int]]
+    """Bytes from rank to rank."""
+    exchanges: list[list[tuple[Tag, int]]]
+    """By rank, tag and bytes of each message."""
+
+
+def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
+    """One layer of a ring."""
+
+    def body(mesh: Mesh) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]]]:
+        exchanges = noted_exchanges(mesh)
+        layout = GangLayout(world_size=mesh.world_size, tp=1)
+        member = case.order.index(mesh.rank)
+        group = SpGroup(mesh, layout, case.job, member, JobClock(), withdrawn=set(case.withdrawn))
+        q, k, v = (own_rows(case, group, which) for which in range(3))
+        pool, keep = pool_with_history(case, mesh.rank), Kept(case, group, k)
+        before = list(mesh.bytes_sent)
+        scale = HEAD_DIM**-0.5
+        if strategy == "ring_kv":
+            made = RingKv(group, pool, heads=case.heads, kv_heads=case.kv_heads, scale=scale)
+            with made as ring_kv:
+                out = ring_kv.attend(0, q, k, v, keep)
+                assert keep.came == set(ring_kv.offered(0, member))
+        else:
+            with RingQ(group, pool, scale=scale) as ring_q:
+                out = ring_q.attend(0, q, k, v)
+        sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
+        return out, group, sent, exchanges
+
+    results = on_ranks(len(case.order), body, data_group)
+    outs = {
+        piece.rid: torch.full((piece.length, case.heads, HEAD_DIM), torch.nan, dtype=case.dtype)
+        for piece in case.pieces
+    }
+    for out, group, _, _ in results:
+        for part in group.local:
+            outs[part.piece.rid][span_positions([part.span]) - part.piece.start] = out[part.rows]
+    return Ran(outs, [sent for _, _, sent, _ in results], [it for *_, it in results])
+
+
+class Kept:
+    """What comes by is what its members have."""
+
+    def __init__(self, case: Case, group: SpGroup, k_thd: Tensor) -> None:
+        self._case, self._group, self._own = case, group, k_thd
+        self.came: set[int] = set()
+
+    def __call__(
+        self,
+        layer: int,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None = None,
+        /,
+        *,
+        member: int | None = None,
+    ) -> None:
+        assert member is not None
+        assert member not in self.came
+        self.came.add(member)
+        theirs = replace(self._group, member=member)
+        assert torch.equal(k_thd, own_rows(self._case, theirs, 1))
+        assert torch.equal(v_thd, own_rows(self._case, theirs, 2))
+
+
+def noted_exchanges(mesh: Mesh) -> list[tuple[Tag, int]]:
+    noted: list[tuple[Tag, int]] = []
+    start = mesh.start_exchange
+
+    def noting(sends: Sequence[tuple[int, Tensor]], recvs: Any, tag: Tag) -> Any:
+        noted.extend((tag, tensor.nbytes) for _, tensor in sends if tensor.numel())
+        return start(sends, recvs, tag)
+
+    mesh.start_exchange = noting  # type: ignore[method-assign]
+    return noted
+
+
+def own_rows(case: Case, group: SpGroup, which: int) -> Tensor:
+    """A member's q, k or v, in the order of its rows."""
+    heads = case.heads if which == 0 else case.kv_heads
+    empty = torch.empty(0, heads, HEAD_DIM, dtype=case.dtype)
+    parts = [case.tensors(it.piece)[which][span_positions([it.span])] for it in group.local]
+    return torch.cat([empty, *parts])
+
+
+def pool_with_history(case: Case, instance: int) -> KvPool:
+    pool = KvPool(
+        layers=1,
+        slots=512,
+        kv_heads=case.kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=case.dtype,
+        device="cpu",
+    )
+    for piece in case.pieces:
+        _, k, v = case.tensors(piece)
+        for share in piece.history:
+            if share.instance == instance:
+                at = span_positions([share.span])
+                pool.allocate(piece.rid, [share.span])
+                pool.write(0, piece.rid, share.span, k[at], v[at])
+    return pool
+
+
+def dense(case: Case, piece: PrefillPiece) -> Tensor:
+    q, k, v = case.tensors(piece)
+    positions = torch.arange(len(q))
+    rows = slice(piece.start, None)
+    out, _ = dense_attention(q[rows], k, v, q_positions=positions[rows], k_positions=positions)
+    return torch.zeros_like(out) if piece.rid in case.withdrawn else out
+
+
+def check(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
+    ran = run(case, strategy, data_group)
+    for piece in case.pieces:
+        expected = dense(case, piece)
+        torch.testing.assert_close(ran.outs[piece.rid], expected, atol=1e-10, rtol=0.0)
+    return ran
+
+
+@st.composite
+def rows_of(draw: st.DrawFn, start: int, length: int, members: int) -> tuple[KvShare, ...]:
+    """Who computes what: over some of the members, in a layout, or each position anywhere."""
+    chosen = draw(st.permutations(range(members)))[: draw(st.integers(1, members))]
+    layout = draw(st.sampled_from(("zigzag", "striped", "scattered")))
+    if layout != "scattered":
+        cut = {"zigzag": zigzag, "striped": striped}[layout]
+        return place(chosen, cut(length, len(chosen)), start=start)
+    owners = [draw(st.sampled_from(chosen)) for _ in range(length)]
+    found = (
+        KvShare(instance=owner, span=Span(start + at, start + at + 1))
+        for at, owner in enumerate(owners)
+    )
+    return tuple(draw(st.permutations(list(found))))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    members = draw(st.integers(1, 8))
+    kv_heads = draw(st.sampled_from((1, 2, 3)))
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
+    starts = [draw(st.sampled_from((0, 0, 1, 7, 40))) for _ in lengths]
+    contiguous = draw(st.booleans())
+    pieces = tuple(
+        PrefillPiece(
+            rid=rid,
+            start=start,
+            length=length,
+            rows=() if contiguous else draw(rows_of(start, length, members)),
+            history=draw(scattered(start, members)),
+        )
+        for rid, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    )
+    order = tuple(draw(st.permutations(range(members))))
+    total = sum(lengths)
+    cuts = st.lists(st.integers(0, total), min_size=members - 1, max_size=members - 1)
+    return Case(
+        heads=kv_heads * draw(st.sampled_from((1, 2, 3))),
+        kv_heads=kv_heads,
+        pieces=pieces,
+        bounds=(0, *sorted(draw(cuts)), total)
+        if contiguous
+        else tuple(bounds_of_rows(pieces, order)),
+        order=order,
+        withdrawn=draw(st.frozensets(st.integers(0, len(lengths) - 1))),
+    )
+
+
+relaxed = [HealthCheck.too_slow]
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+@settings(max_examples=examples(12), suppress_health_check=relaxed)
+@given(cases())
+def test_equals_dense_attention(strategy: str, case: Case) -> None:
+    check(case, strategy)
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+@settings(max_examples=examples(8), suppress_health_check=relaxed)
+@given(cases(), st.integers(1, 9))
+def test_equals_dense_attention_by_the_rules_of_nccl(strategy: str, case: Case, rows: int) -> None:
+    with blocks_of(rows):
+        check(case, strategy, strict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", RINGS)
+@settings(max_examples=examples(1000), suppress_health_check=relaxed)
+@given(cases())
+def test_equals_dense_attention_often(strategy: str, case: Case) -> None:
+    check(case, strategy)
+
+
+def often(*values: int) -> list[Any]:
+    """Parameters of the slow tests alone."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def one_prompt(
+    length: int,
+    members: int,
+    layout: str = "zigzag",
+    *,
+    history: int = 0,
+    dtype: torch.dtype = torch.float64,
+    heads: tuple[int, int] = (4, 2),
+) -> Case:
+    """In one layout over all members, after a history that lies striped over them."""
+    order = tuple(range(members))
+    bounds = tuple(index * length // members for index in range(members + 1))
+    piece = PrefillPiece(
+        rid=1,
+        start=history,
+        length=length,
+        history=place(order, striped(history, members)) if history else (),
+    )
+    if layout != "contiguous":
+        cut = {"zigzag": zigzag, "striped": striped}[layout]
+        piece = replace(piece, rows=place(order, cut(length, members), start=history))
+        bounds = tuple(bounds_of_rows([piece], order))
+    return Case(*heads, (piece,), bounds, order, dtype)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("members", [3, *often(1, 2, 8)])
+@pytest.mark.parametrize("length", [1, 250])
+def test_layouts(layout: str, members: int, length: int) -> None:
+    """Long enough for stairs of several kinds, and shorter than there are members."""
+    case = one_prompt(length, members, layout)
+    kv, q = (check(case, strategy).outs[1] for strategy in RINGS)
+    torch.testing.assert_close(kv, q, atol=1e-10, rtol=0.0)
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+@pytest.mark.parametrize("members", [3, *often(1, 2, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("length", [40, *often(1)])
+def test_fp32_and_bf16_keep_their_precision(strategy: str, members: int, length: int) -> None:
+    """bf16 may be 2.5 times as far off as one device is, plus 2e-3."""
+    case = one_prompt(length, members, history=30, dtype=torch.float32)
+    (piece,) = case.pieces
+    out = run(case, strategy).outs[1]
+    torch.testing.assert_close(out.double(), dense(case, piece), atol=1e-5, rtol=0.0)
+    rounded = replace(case, dtype=torch.bfloat16)
+    exact = dense(rounded, piece)
+    single = one_prompt(length, 1, history=30, dtype=torch.bfloat16)
+    alone = (run(single, strategy).outs[1].double() - exact).abs().max()
+    error = (run(rounded, strategy).outs[1].double() - exact).abs().max()
+    assert error <= 2.5 * alone + 2e-3
+
+
+def sizes(ran: Ran, tag: Tag) -> list[list[int]]:
+    return [[size for it, size in noted if it == tag] for noted in ran.exchanges]
+
+
+@settings(max_examples=examples(6), suppress_health_check=relaxed)
+@given(cases())
+def test_a_message_less_than_members_and_all_of_the_longest_share(case: Case) -> None:
+    members = len(case.order)
+    longest = max(b - a for a, b in pairwise(case.bounds))
+    around = sizes(run(case, "ring_q"), Tag.RING)
+    assert around == [[longest * case.heads * HEAD_DIM * 8] * (members - 1)] * members
+    around = sizes(run(case, "ring_kv"), Tag.RING)
+    assert around == [around[0][:1] * (members - 1)] * members
+    assert sum(around[0]) >= longest * 2 * case.kv_heads * HEAD_DIM * 8 * (members - 1)
+
+
+@pytest.mark.parametrize(("length", "history"), [(48, 0), (24, 24), (8, 160), (1, 40)])
+def test_history_goes_round_where_that_moves_less(length: int, history: int) -> None:
+    """And is asked for where a chunk is far shorter."""
+    members, (heads, kv_heads) = 4, (8, 2)
+    ran = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_kv")
+    around = 2 * kv_heads * HEAD_DIM * members * (members - 1) * -(-history // members)
+    asking = heads * (2 * HEAD_DIM + 1) * length * (members - 1)
+    goes = 0 < around < asking
+    shares = [-(-length // members)] * (length >= 2 * members) or [1]
+    sent = sizes(ran, Tag.RING)[0][0] // (2 * kv_heads * HEAD_DIM * 8)
+    assert sent == shares[0] + (-(-history // members) if goes else 0)
+    assert any(map(sum, sizes(ran, Tag.HISTORY))) == (bool(history) and not goes)
+
+
+@pytest.mark.parametrize("history", [0, 96])
+def test_what_pass_q_sends(history: int) -> None:
+    """Queries N - 1 times, and outputs and LSEs of rows that see anything: three quarters of all
+    pairs of members in zigzag, all with history everywhere."""
+    members, length, (heads, kv_heads) = 4, 64, (4, 2)
+    ran = run(one_prompt(length, members, history=history, heads=(heads, kv_heads)), "ring_q")
+    queries = (members - 1) * length * heads * HEAD_DIM * 8
+    answers = (members - 1) * length * heads * (HEAD_DIM + 1) * 8
+    assert sum(map(sum, sizes(ran, Tag.RING))) == queries
+    share = 1.0 if history else 0.75
+    assert sum(map(sum, sizes(ran, Tag.SECOND_EXCHANGE))) == share * answers
+    assert sum(map(sum, ran.sent)) == queries + share * answers
+
+
+def test_all_sequences_are_one_message_a_round() -> None:
+    """Each in zigzag of its own."""
+    members, order = 3, (2, 0, 1)
+    pieces = tuple(
+        PrefillPiece(rid=rid, start=0, length=length, rows=place(order, zigzag(length, members)))
+        for rid, length in enumerate((30, 11))
+    )
+    case = Case(4, 2, pieces, tuple(bounds_of_rows(pieces, order)), order)
+    for strategy in RINGS:
+        ran = check(case, strategy)
+        assert all(len(noted) == members - 1 for noted in sizes(ran, Tag.RING))
