@@ -66,6 +66,11 @@ class StepCost:
         """From coefficients in seconds, per token and per pair."""
         return cls(a=fixed_ns(a), b=fixed_ns(b), c=fixed_ns(c), d=fixed_ns(d))
 
+    @property
+    def in_ns(self) -> tuple[float, float, float, float]:
+        """(a, b, c, d) in nanoseconds."""
+        return self.a / _ONE_NS, self.b / _ONE_NS, self.c / _ONE_NS, self.d / _ONE_NS
+
     def predict_ns(self, length: int, history: int = 0) -> int:
         """Time of a step with one piece, rounded down (Tetris Eq. 1)."""
         return (self.a + length * (self.b + self.c * history + self.d * length)) >> FRACTION_BITS

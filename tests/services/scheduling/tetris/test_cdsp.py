@@ -1,0 +1,248 @@
+"""Plans of chunks against the plain algorithm, all chains tried, and what Tetris' paper says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_cdsp import PlainCdsp, Queues, chains, same
+
+from csps.services.scheduling.latency import StepCost
+from csps.services.scheduling.latency_published import TETRIS_LLAMA3_8B_A100, TETRIS_TABLE_1
+from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
+
+S = 1_000_000_000
+K = 1024
+TABLE = {size: TETRIS_LLAMA3_8B_A100.step(size) for size in (1, 2, 4, 8, 16)}
+
+Chunks = tuple[tuple[int, tuple[int, ...]], ...]
+"""(tokens, group)."""
+EVEN = st.sampled_from([(4,), (8,), (2, 2), (4, 4), (2, 2, 2, 2), (8, 8)])
+ANY = st.one_of(EVEN, st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+RATES = st.sampled_from([0.0, 0.05, 0.3, 0.75])
+
+
+@st.composite
+def worlds(draw: st.DrawFn, shapes: st.SearchStrategy[tuple[int, ...]] = ANY) -> World:
+    servers = draw(shapes)
+    count = sum(servers)
+    # Few different times, so that there are ties.
+    times = st.one_of(st.integers(0, 5).map(lambda it: it * S), st.integers(0, 4 * S))
+    queue = draw(st.lists(times, min_size=count, max_size=count))
+    return World(
+        servers, queue, draw(st.integers(1, 200 * K)), draw(RATES), draw(st.integers(1, 4 * K))
+    )
+
+
+class World:
+    """Instances, their queues, and a prompt."""
+
+    def __init__(
+        self, servers: tuple[int, ...], queue: list[int], length: int, rate: float, least: int
+    ) -> None:
+        self.servers, self.queue, self.length = servers, queue, length
+        self.rate, self.least = rate, least
+        count = sum(servers)
+        self.sizes = sorted({1 << n for n in range(count.bit_length())} | {count})
+        self.costs = {size: TETRIS_LLAMA3_8B_A100.step(size) for size in self.sizes}
+        self.plain = PlainCdsp(
+            {size: it.in_ns for size, it in self.costs.items()}, rate, self.least
+        )
+        numbers = iter(range(count))
+        self.by_server = tuple(tuple(next(numbers) for _ in range(n)) for n in servers)
+        queues = dict(enumerate(map(float, queue)))
+        self.pool = Queues(self.by_server, queues, queues)
+
+    def __repr__(self) -> str:
+        return f"World({self.servers}, {self.queue}, {self.length}, {self.rate}, {self.least})"
+
+    def plan(
+        self, *, chunked: bool = True, past: int = 0, held: tuple[int, ...] = ()
+    ) -> list[Chunk]:
+        made = Cdsp(self.servers, self.costs, min_chunk=self.least, chunked=chunked)
+        return made.plan(self.length, self.queue, self.rate, past=past, held=held)
+
+
+def shape(chunks: list[Chunk]) -> Chunks:
+    return tuple((it.length, it.members) for it in chunks)
+
+
+# --- against other ways to the same --------------------------------------------------------------
+
+
+@given(worlds())
+def test_a_plan_is_that_of_the_plain_algorithm(world: World) -> None:
+    expected = world.plain.schedule(world.length, 0, (), world.sizes, world.pool)
+    chunks = world.plan()
+    assert same(chunks[-1].end_ns, expected.ttft)
+    # Several plans may end at the same time.
+    assert shape(chunks) == expected.chunks or same(absolute(shape(chunks), world), expected.ttft)
+
+
+@given(worlds(), st.data())
+def test_so_is_the_plan_of_what_is_left_of_a_prompt(world: World, data: st.DataObject) -> None:
+    numbers = st.integers(0, sum(world.servers) - 1)
+    held = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
+    past = data.draw(st.integers(1, 100 * K))
+    sizes = [it for it in world.sizes if it >= len(held)]
+    expected = world.plain.schedule(world.length, past, held, sizes, world.pool)
+    chunks = world.plan(past=past, held=held)
+    assert [len(it) for _, it in shape(chunks)] == [len(it) for _, it in expected.chunks]
+    assert chunks[0].start == past
+    assert same(chunks[-1].end_ns, expected.ttft)
+
+
+@given(worlds(st.sampled_from([(4,), (8,), (2, 2), (4, 4)])))
+def test_no_chain_of_groups_is_better(world: World) -> None:
+    """At rate 0, inside the group of the single chunk, as Alg. 1 has it."""
+    world = World(world.servers, world.queue, world.length, 0.0, world.least)
+    _, group = world.plain.single(world.length, 0, (), world.sizes, world.pool)
+    inside = [it for it in world.sizes if it <= len(group)]
+    tried = chains(world.plain, world.length, 0, (), inside, world.pool.within(group))
+    best = min(it.ttft for it in tried)
+    found = world.plan()[-1].end_ns
+    assert found <= best or same(found, best)
+
+
+def absolute(chunks: Chunks, world: World) -> float:
+    """When chunks end, by times at which instances are free."""
+    free, end, past = dict(enumerate(map(float, world.queue))), 0.0, 0
+    for length, group in chunks:
+        end = max(free[it] for it in group) + world.plain.took(len(group), past, length)
+        free.update(dict.fromkeys(group, end))
+        past += length
+    return end
+
+
+@given(worlds())
+def test_shrinking_queues_and_absolute_times_are_the_same(world: World) -> None:
+    """Eq. 2."""
+    plan = world.plain.schedule(world.length, 0, (), world.sizes, world.pool)
+    assert same(plan.ttft, absolute(plan.chunks, world))
+
+
+# --- what holds of every plan --------------------------------------------------------------------
+
+
+@given(worlds())
+def test_chunks_are_whole_nested_and_in_order(world: World) -> None:
+    chunks = world.plan()
+    assert sum(it.length for it in chunks) == world.length
+    for before, after in pairwise(chunks):
+        assert after.start == before.start + before.length
+        assert set(before.members) < set(after.members)
+        assert before.end_ns <= after.begin_ns
+    if len(chunks) > 1:
+        assert min(it.length for it in chunks) >= world.least
+    for it in chunks:
+        assert len(set(it.members)) == len(it.members)
+        assert it.begin_ns >= max(world.queue[member] for member in it.members)
+
+
+@given(worlds())
+def test_chunks_never_cost_time(world: World) -> None:
+    (single,) = world.plan(chunked=False)
+    assert world.plan()[-1].end_ns <= single.end_ns
+
+
+@given(worlds())
+def test_a_single_chunk_is_the_smallest_group_that_none_improves_on_enough(world: World) -> None:
+    (single,) = world.plan(chunked=False)
+    best, chosen = None, 0
+    for size in world.sizes:
+        choice = Cdsp(world.servers, {size: world.costs[size]}, chunked=False)
+        (only,) = choice.plan(world.length, world.queue, 0.0)
+        if best is None or only.end_ns < best * (1 - world.rate) - 1:
+            best, chosen = only.end_ns, size
+    assert len(single.members) == chosen
+    assert same(single.end_ns, best or 0)
+
+
+@given(worlds())
+def test_a_rate_of_almost_one_gives_the_smallest_group(world: World) -> None:
+    made = Cdsp(world.servers, world.costs)
+    (only,) = made.plan(world.length, [0] * sum(world.servers), 0.999)
+    assert len(only.members) == 1
+
+
+@given(worlds(), st.integers(1, 1000))
+def test_a_plan_does_not_depend_on_the_clock(world: World, seconds: int) -> None:
+    """A rate asks for an improvement of the time from now, whatever has passed by then."""
+    delayed = World(
+        world.servers, [it + seconds * S for it in world.queue], world.length, 0.0, world.least
+    )
+    plain = World(world.servers, world.queue, world.length, 0.0, world.least)
+    assert [len(it.members) for it in plain.plan()] == [len(it.members) for it in delayed.plan()]
+
+
+def test_a_budget_that_does_not_pay_for_the_constant_part_is_no_chunk() -> None:
+    costs = {1: StepCost.of_seconds(1.0, 1e-3, 0, 0), 2: StepCost.of_seconds(1.0, 5e-4, 0, 0)}
+    made = Cdsp((2,), costs)
+    assert len(made.plan(10_000, [0, S], 0.0)) == 1
+    first, second = made.plan(10_000, [0, 3 * S], 0.0)
+    assert (first.length, second.length) == (2000, 8000)
+    assert second.begin_ns == 3 * S
+
+
+@given(st.lists(st.integers(1, 50 * K), min_size=1, max_size=5), st.sampled_from(sorted(TABLE)))
+def test_chunks_on_one_group_cost_their_constants_more(lengths: list[int], size: int) -> None:
+    """T(L) + (n - 1) a, exactly, when c = 2d."""
+    cost = TABLE[size]
+    past, fixed = 0, 0
+    for length in lengths:
+        fixed += cost.a + length * (cost.b + cost.c * past + cost.d * length)
+        past += length
+    # Half a unit of the last place may be lost where c was rounded.
+    slack = past * past
+    whole = cost.a + past * (cost.b + cost.d * past)
+    assert abs(fixed - whole - (len(lengths) - 1) * cost.a) <= slack
+
+
+# --- §2.4 ----------------------------------------------------------------------------------------
+
+
+class LookUp:
+    """Table 1 itself: a prompt of one of its lengths, without history."""
+
+    def __init__(self, size: int, length: int) -> None:
+        self.in_ns = (TETRIS_TABLE_1[size][length] * S, 0.0, 0.0, 0.0)
+
+
+def looked_up(length: int, sizes: tuple[int, ...]) -> Cdsp:
+    return Cdsp((8, 8), {it: LookUp(it, length) for it in sizes}, chunked=False)
+
+
+def test_the_second_example_of_too_much_parallelism() -> None:
+    """32K then 16K tokens, all instances busy for a second: 1.53 and 1.84 s with 16 for the first,
+    1.58 and 1.31 s with 8."""
+    busy = [S] * 16
+    for size, ends in ((16, (1.53, 1.84)), (8, (1.58, 1.31))):
+        (first,) = looked_up(32, (size,)).plan(32, busy, 0.0)
+        after = [first.end_ns if it in first.members else S for it in range(16)]
+        (second,) = looked_up(16, (1, 2, 4, 8)).plan(16, after, 0.0)
+        assert [round(it.end_ns / S, 2) for it in (first, second)] == list(ends)
+
+
+def test_a_long_prompt_on_half_of_the_instances_takes_longer() -> None:
+    """8 instances are busy with 16K tokens: 16 of them idle for 0.31 s, or 1.34 s more on 8."""
+    busy = [int(0.31 * S)] * 8 + [0] * 8
+    (wide,) = looked_up(128, (16,)).plan(128, busy, 0.0)
+    (narrow,) = looked_up(128, (8,)).plan(128, busy, 0.0)
+    assert (wide.begin_ns, narrow.begin_ns) == (int(0.31 * S), 0)
+    assert round((narrow.end_ns - wide.end_ns) / S, 2) == 1.34
+
+
+def test_the_same_prompt_in_two_chunks() -> None:
+    """With fitted times: about 14,846 tokens on the idle half, then all of it: 2.500 s against
+    2.556."""
+    made = Cdsp((8, 8), TABLE)
+    busy = [int(0.31 * S)] * 8 + [0] * 8
+    first, second = made.plan(128 * K, busy, 0.0)
+    assert abs(first.length - 14_846) <= 1
+    assert first.length + second.length == 128 * K
+    assert (len(first.members), len(second.members)) == (8, 16)
+    assert abs(second.end_ns / S - 2.500) < 0.001
+    single = Cdsp((8, 8), TABLE, chunked=False)
+    (only,) = single.plan(128 * K, busy, 0.0)
+    assert abs(only.end_ns / S - 2.556) < 0.001
