@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+from csps.protocols.messages import Span
 from csps.protocols.placement import LAYOUTS, contiguous, round_robin
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling.commands import Share
@@ -19,10 +21,18 @@ from csps.services.scheduling.decisions import (
     Trial,
 )
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.shares import bounds_of, laid_out, tokens_on
+from csps.services.scheduling.shares import bounds_of, laid_out, own, tokens_on, within
 from csps.services.scheduling.view import GangView, PairView, RequestView, View
 
 Free = dict[InstanceId, int]
+
+
+class Kept(NamedTuple):
+    """What a plan goes on from."""
+
+    shares: tuple[Share, ...]
+    tokens: int
+    taken: Mapping[InstanceId, int]
 
 
 class AnyLayout:
@@ -31,8 +41,9 @@ class AnyLayout:
     name, digest = "any_layout", ""
     whole_prompts = False
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, seed: int, *, block: int = 0) -> None:
+        """`block`: goes on from kept KV, in multiples of it."""
+        self._random, self._block = random.Random(seed), block
 
     def line(self, prompt_tokens: int, pairs: object) -> str:
         return "long"
@@ -50,38 +61,57 @@ class AnyLayout:
             together = [waiting.pop(0)]
             if waiting and waiting[0].cls == together[0].cls and self._random.random() < 0.3:
                 together.append(waiting.pop(0))
-            plan = self._plan(together, pair, free)
+            plan = self._plan(together, pair, free, view)
+            if plan is None and len(together) > 1:
+                waiting.insert(0, together.pop())
+                plan = self._plan(together, pair, free, view)
             if plan is None:
                 decisions.append(Blocked(request=together[0].id))
                 break
             decisions.append(plan)
         return decisions
 
-    def _plan(self, requests: list[RequestView], pair: PairView, free: Free) -> StartPlan | None:
+    def _plan(
+        self, requests: list[RequestView], pair: PairView, free: Free, view: View
+    ) -> StartPlan | None:
         for attempt in range(4):
-            plan = self._any(requests, pair) if attempt < 3 else _on_one(requests, pair, free)
-            needed = _needed(plan, requests, in_place=pair.prefill is pair.decode)
+            kept = self._kept(requests, pair, view) if attempt < 3 else None
+            plan = self._any(requests, pair, kept) if attempt < 3 else _on_one(requests, pair, free)
+            needed = _needed(plan, requests, kept, in_place=pair.prefill is pair.decode)
             if all(n <= free[it] for it, n in needed.items()):
                 for instance, n in needed.items():
                     free[instance] -= n
                 return plan
         return None
 
-    def _any(self, requests: list[RequestView], pair: PairView) -> StartPlan:
-        placements = tuple(self._placement(it, pair.decode) for it in requests)
+    def _kept(self, requests: list[RequestView], pair: PairView, view: View) -> Kept | None:
+        """Of a prompt, some blocks that can be reused."""
+        if len(requests) > 1 or not self._block or self._random.random() < 0.2:
+            return None
+        cached = view.cached(requests[0], pair.prefill.id)
+        if cached is None:
+            return None
+        tokens = self._block * self._random.randint(1, cached.tokens // self._block)
+        return Kept(within(cached.shares, Span(0, tokens)), tokens, cached.taken)
+
+    def _any(self, requests: list[RequestView], pair: PairView, kept: Kept | None) -> StartPlan:
         in_place = pair.prefill is pair.decode
+        here = kept if in_place else None
+        placements = tuple(self._placement(it, pair.decode, here) for it in requests)
         if len(requests) == 2:
             lengths = [it.prompt_tokens for it in requests]
             steps = [self._step([(it, 0, n) for it, n in zip(requests, lengths, strict=True)],
                                 pair, placements if in_place else (), [(), ()])]  # fmt: skip
             return StartPlan(steps=tuple(steps), decode=placements)
         (request,) = requests
-        cuts = sorted({0, request.prompt_tokens, *self._some_of(request.prompt_tokens)})
-        steps, lies = [], dict[int, InstanceId]()
+        first = kept.tokens if kept else 0
+        some = (it for it in self._some_of(request.prompt_tokens) if it > first)
+        cuts = sorted({first, request.prompt_tokens, *some})
+        steps, lies = [], lies_of(kept.shares if kept else ())
         for start, stop in pairwise(cuts):
             held = tuple(Share(lies[p], p, p + 1) for p in range(start))
             chunk = [(request, start, stop - start)]
-            steps.append(self._step(chunk, pair, placements if in_place else (), [held]))
+            steps.append(self._step(chunk, pair, placements if in_place else (), [held], first))
             lay(lies, steps[-1].pieces[0], steps[-1], placements[0] if in_place else None)
         return StartPlan(steps=tuple(steps), decode=placements)
 
@@ -97,10 +127,14 @@ class AnyLayout:
         layout = self._random.choice(list(LAYOUTS.values()))
         return laid_out(group, layout(length, len(group)), start)
 
-    def _placement(self, request: RequestView, gang: GangView) -> DecodePlacement:
+    def _placement(
+        self, request: RequestView, gang: GangView, kept: Kept | None
+    ) -> DecodePlacement:
         master = self._random.choice(gang.instances).id
         prompt, total = request.prompt_tokens, request.prompt_tokens + request.output_tokens
-        shares, answer = self._laid(gang, 0, prompt), tuple[Share, ...]()
+        first = kept.tokens if kept else 0
+        shares, answer = self._laid(gang, first, prompt - first), tuple[Share, ...]()
+        shares = (*(kept.shares if kept else ()), *shares)
         if self._random.random() < 0.5:
             turns = round_robin(prompt, total, self._group(gang))
             answer = tuple(Share.of(it, span) for it, span in turns.items() if span.length)
@@ -112,6 +146,7 @@ class AnyLayout:
         pair: PairView,
         in_place: Sequence[DecodePlacement],
         held: list[tuple[Share, ...]],
+        first: int = 0,
     ) -> PlannedStep:
         with_rows = self._random.random() < 0.7
         pieces = []
@@ -119,7 +154,7 @@ class AnyLayout:
             rows = self._laid(pair.prefill, start, length) if with_rows else ()
             keep: tuple[Share, ...] = ()
             if not in_place and self._random.random() < 0.5:
-                since = self._random.choice([0, start])  # with what lies there already, or without
+                since = self._random.choice([first, start])  # with what lies there, or without
                 keep = self._laid(pair.prefill, since, start + length - since)
             pieces.append(PlannedPiece(request.id, start, length, rows, keep))
         total = sum(length for _, _, length in chunks)
@@ -217,15 +252,21 @@ def lay(
                 lies[p] = share.instance
 
 
+def lies_of(shares: Sequence[Share]) -> dict[int, InstanceId]:
+    """Where each position lies."""
+    return {p: it.instance for it in shares for p in range(it.start, it.stop, it.step)}
+
+
 def _needed(
-    plan: StartPlan, requests: list[RequestView], *, in_place: bool
+    plan: StartPlan, requests: list[RequestView], kept: Kept | None, *, in_place: bool
 ) -> dict[InstanceId, int]:
-    """Slots: of what an instance computes or is to keep, and does not have."""
-    needed: dict[InstanceId, int] = {}
+    """Slots: of what an instance computes or is to keep, and does not have; and of what is reused,
+    which are nobody's to take."""
+    needed = dict(kept.taken) if kept else {}
     had: dict[int, dict[int, InstanceId]] = {}
     for step in () if in_place else plan.steps:
         for piece in step.pieces:
-            before = had.setdefault(piece.request, {})
+            before = had.setdefault(piece.request, lies_of(kept.shares if kept else ()))
             rows = set(rows_of(step, piece))
             keeps = {
                 (p, it.instance) for it in piece.keep for p in range(it.start, it.stop, it.step)
@@ -235,7 +276,7 @@ def _needed(
             lay(before, piece, step, None)
     output = {it.id: it.output_tokens for it in requests}
     for placement in plan.decode:
-        for share in (*placement.shares, *placement.answer):
+        for share in (*own(placement.shares), *placement.answer):
             tokens = len(range(share.start, share.stop, share.step))
             needed[share.instance] = needed.get(share.instance, 0) + tokens
         if not placement.answer:

@@ -117,6 +117,9 @@ class Picture:
         assert isinstance(request, Request)
         return self.now_ns if request.blocked_ns is None else request.blocked_ns
 
+    def cached(self, request: object, gang: int) -> None:
+        return None
+
     def rate_30s(self) -> int:
         return len(self.requests)
 

@@ -12,7 +12,7 @@ from csps.services.scheduling import events as ev
 from csps.services.scheduling.ids import gang_of, instance_id
 from csps.services.scheduling.scheduler import Scheduler
 from csps.services.scheduling.sequences import decode_slots
-from csps.services.scheduling.shares import tokens_on
+from csps.services.scheduling.shares import own, tokens_on
 from csps.services.scheduling.step_shares import slots_of
 
 MS = 1_000_000
@@ -107,6 +107,8 @@ class RandomCell:
             cmd.RunStep: self._run_step,
             cmd.SetGroup: self._set_group,
             cmd.Ride: self._ride,
+            cmd.Keep: self._keep,
+            cmd.Release: self._release,
             cmd.Cancel: self._cancel,
             cmd.Restart: self._restart,
             cmd.Refuse: self._refuse,
@@ -192,8 +194,17 @@ class RandomCell:
                 output_tokens=output,
                 cls=self.random.choice(["exact", "exact", "fast"]),
                 deadline_ns=deadline if self.random.random() < 0.2 else None,
+                hashes=self._hashes(number),
             )
         )
+
+    def _hashes(self, number: int) -> tuple[bytes, ...]:
+        """Of a request's prompt: for those cells whose gangs keep KV."""
+        return ()
+
+    def _answer_hashes(self, number: int) -> tuple[bytes, ...]:
+        """Of the answer's blocks."""
+        return ()
 
     def _progress_only(self) -> None:
         missing = len(self.gangs) < self._wanted
@@ -276,9 +287,10 @@ class RandomCell:
         request = self.requests[sequence.reserve.request]
         request.ended, request.ended_in = request.ended or "finished", self.turns
         request.sequence = None
-        if sequence.joined:
+        if sequence.joined and not sequence.reserve.stays:
             sequence.freeing = True
-        self._pending.append(ev.Finished(sequence=number, drawn=request.drawn))
+        hashes = self._answer_hashes(number)
+        self._pending.append(ev.Finished(sequence=number, drawn=request.drawn, hashes=hashes))
 
     def _some(self, wanted: str) -> int | None:
         found = []
@@ -405,7 +417,7 @@ class RandomCell:
         request.sequence = command.sequence
         self.sequences[command.sequence] = SentSequence(
             reserve=command,
-            unlanded={} if command.rides else tokens_on(command.shares),
+            unlanded={} if command.rides else tokens_on(own(command.shares)),
             unfreed=list(decode_slots(command, command.output_tokens)),
         )
 
@@ -438,6 +450,12 @@ class RandomCell:
         assert gang_of(sequence.reserve.master) == command.gang
         assert not sequence.joined, "joined twice"
         sequence.joined = True
+
+    def _keep(self, command: cmd.Keep) -> None:
+        raise AssertionError("nothing stays here")
+
+    def _release(self, command: cmd.Release) -> None:
+        raise AssertionError("nothing stays here")
 
     def _cancel(self, command: cmd.Cancel) -> None:
         sequence = self.sequences[command.sequence]

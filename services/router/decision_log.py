@@ -87,6 +87,7 @@ def replayed(path: Path) -> bytes:
             Costs(store[header.table_digest], store),
             limits=header.limits,
             deadlines=header.deadlines,
+            reuse=header.reuse,
         )
 
     return replay(path, scheduler)

@@ -28,11 +28,18 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     stop: int
     step: int = 1
+    origin: SequenceId = 0
+    """Another sequence, which has computed them: its KV is read where it lies. 0 is the sequence
+    itself."""
 
     @classmethod
-    def of(cls, instance: InstanceId, span: Span) -> Share:
+    def of(cls, instance: InstanceId, span: Span, origin: SequenceId = 0) -> Share:
         """The positions of a span."""
-        return cls(instance, span.start, span.stop, span.step)
+        return cls(instance, span.start, span.stop, span.step, origin)
+
+    def cut(self, span: Span) -> Share:
+        """Some of them."""
+        return Share(self.instance, span.start, span.stop, span.step, self.origin)
 
     @property
     def span(self) -> Span:
@@ -56,6 +63,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     keep: tuple[Share, ...] = ()
     """Who keeps the chunk's KV from this step on, and which of the KV before it moves; empty: who
     computes it, and none."""
+    stays: bool = False
+    """What the sequence computes is not freed when it has landed, but stays until `Release` or
+    `Cancel`; of all pieces of a sequence or of none."""
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
@@ -77,6 +87,10 @@ class Reserve(Command, frozen=True, tag="reserve"):
     """A `Ride` follows: the master's ranks get the prompt's tokens, because no step computes it."""
     answer: tuple[Share, ...] = ()
     """Who keeps the KV of which of the answer's positions; empty: the master."""
+    cached: int = 0
+    """Tokens that the prompt begins with and nothing computes, because their KV was kept."""
+    stays: bool = False
+    """Nothing is freed when the answer ends, until `Keep` says what stays, or `Cancel`."""
 
 
 class RunStep(Command, frozen=True, tag="run_step"):
@@ -117,6 +131,25 @@ class Ride(Command, frozen=True, tag="ride"):
     """Tokens that an iteration of the stream may compute on each master from now on."""
 
 
+class Keep(Command, frozen=True, tag="keep"):
+    """A sequence of a gang is over, and of its KV these positions stay; they are among those that
+    it has computed itself. All instances of the gang answer with what they have left (`Kept`)."""
+
+    gang: GangId
+    sequence: SequenceId
+    start: int
+    stop: int
+
+
+class Release(Command, frozen=True, tag="release"):
+    """Some of what stayed of a sequence goes. Answered as `Keep`."""
+
+    gang: GangId
+    sequence: SequenceId
+    start: int
+    stop: int
+
+
 class Cancel(Command, frozen=True, tag="cancel"):
     """Stop working for a sequence and free what it holds on these gangs."""
 
@@ -154,4 +187,16 @@ class ResetGang(Command, frozen=True, tag="reset_gang"):
     reason: str
 
 
-AnyCommand = Reserve | RunStep | SetGroup | Ride | Cancel | Restart | Refuse | Fail | ResetGang
+AnyCommand = (
+    Reserve
+    | RunStep
+    | SetGroup
+    | Ride
+    | Keep
+    | Release
+    | Cancel
+    | Restart
+    | Refuse
+    | Fail
+    | ResetGang
+)

@@ -18,7 +18,11 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlannedPiece(Part, frozen=True):
-    """Positions [start, start + length) of a waiting request."""
+    """Positions [start, start + length) of a waiting request.
+
+    The first one of a request begins at 0, or behind what the gang has kept of the prompt
+    (`View.cached`).
+    """
 
     request: RequestId
     start: int
@@ -51,7 +55,8 @@ class DecodePlacement(Part, frozen=True):
 
     request: RequestId
     shares: tuple[Share, ...]
-    """The prompt's KV: each position once."""
+    """The prompt's KV: each position once. What is reused where it is decoded is named as it lies
+    there (`View.cached`), with its origin; it takes no slots."""
     master: InstanceId
     """Slots for all tokens to come are set aside there, if `answer` does not name others."""
     answer: tuple[Share, ...] = ()

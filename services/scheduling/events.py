@@ -47,6 +47,9 @@ class Submitted(Event, frozen=True, tag="submitted"):
     share a step."""
     deadline_ns: int | None = None
     """Absolute; the request fails then unless it has finished."""
+    hashes: tuple[bytes, ...] = ()
+    """Chain hashes of the prompt's whole blocks, which name all tokens up to their ends, who may
+    use their KV and how it was computed; none if it is not to be kept or reused."""
 
 
 class Cancelled(Event, frozen=True, tag="cancelled"):
@@ -79,12 +82,22 @@ class Freed(Event, frozen=True, tag="freed"):
     instance: InstanceId
 
 
+class Kept(Event, frozen=True, tag="kept"):
+    """What an instance has left of a sequence, after `Keep` or `Release`."""
+
+    sequence: SequenceId
+    instance: InstanceId
+    tokens: int
+
+
 class Finished(Event, frozen=True, tag="finished"):
     """The last token of a sequence was drawn."""
 
     sequence: SequenceId
     drawn: int
     """Tokens of the answer, over all sequences of the request."""
+    hashes: tuple[bytes, ...] = ()
+    """Of the blocks that follow upon those of `Submitted` and have KV now."""
 
 
 class Failed(Event, frozen=True, tag="failed"):
@@ -196,6 +209,7 @@ AnyEvent = (
     | FirstToken
     | Landed
     | Freed
+    | Kept
     | Finished
     | Failed
     | Progress

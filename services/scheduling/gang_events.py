@@ -7,6 +7,7 @@ from typing import Any
 
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.retries import Retries
 from csps.services.scheduling.sequences import Sequences
@@ -24,8 +25,9 @@ class GangEvents:
         sequences: Sequences,
         steps: Steps,
         retries: Retries,
+        prefix: PrefixIndex,
     ) -> None:
-        self._gangs, self._requests = gangs, requests
+        self._gangs, self._requests, self._prefix = gangs, requests, prefix
         self._sequences, self._steps, self._retries = sequences, steps, retries
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             ev.GangUp: self._gang_up,
@@ -39,6 +41,7 @@ class GangEvents:
         gang = self._gangs.up(event)
         self._steps.ledger.add(gang)
         self._sequences.ledger.add(gang)
+        self._prefix.add(gang)
         self._paired()
 
     def _gang_down(self, event: ev.GangDown) -> None:
@@ -46,6 +49,7 @@ class GangEvents:
             return
         self._gangs.down(gang)
         self._steps.drop(gang)
+        self._prefix.drop(gang)
         self._retries.gang_lost(gang, event.reason)
 
     def _link_up(self, event: ev.LinkUp) -> None:

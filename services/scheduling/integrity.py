@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
 from csps.services.scheduling.steps import Steps
 
 
-def check_books(gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps) -> None:
-    """Assert that no slot, step, sequence or request was lost track of."""
-    _check_slots(gangs, sequences, steps)
+def check_books(
+    gangs: Gangs, requests: Requests, sequences: Sequences, steps: Steps, prefix: PrefixIndex
+) -> None:
+    """Assert that no slot, step, sequence, request or segment was lost track of."""
+    _check_slots(gangs, sequences, steps, prefix)
+    _check_prefix(gangs, sequences, steps, prefix)
     _check_steps(gangs, steps)
     _check_sequences(gangs, requests, sequences)
     _check_line(requests)
 
 
-def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps) -> None:
+def _check_slots(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixIndex) -> None:
     instances = list(gangs.instances.values())
     of_sequences, of_steps = sequences.ledger.sums(instances), steps.ledger.sums(instances)
+    of_kept = prefix.ledger.sums(instances)
     for it in instances:
-        held = of_sequences[it.id] + of_steps[it.id]
+        held = of_sequences[it.id] + of_steps[it.id] + of_kept[it.id]
         assert held == it.used, f"entries of {it.id} sum to {held}, counted {it.used}"
         assert 0 <= it.used <= it.capacity, f"instance {it.id} is over capacity"
+
+
+def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: PrefixIndex) -> None:
+    """What is in use is used by somebody who works, or may."""
+    computed = (it for step in steps.by_id.values() for it in step.sequences)
+    known = dict.fromkeys((*sequences.by_id.values(), *computed))
+    for it in known:
+        if it.use is not None:
+            assert it.cached, "uses nothing"
+            assert gangs.lives(it.use.gang), "uses what is gone"
+            assert it.computing or (it.in_place and it.unfreed), "uses what it does not read"
+    prefix.check((it.use for it in known if it.use is not None), gangs.instances.values())
 
 
 def _check_steps(gangs: Gangs, steps: Steps) -> None:

@@ -55,6 +55,19 @@ class Ledger:
         if not held:
             del self._held[owner]
 
+    def lower(self, owner: int, instance: InstanceId, count: int) -> None:
+        """Free all but so many of the slots that `owner` holds on an instance, if it has more."""
+        held = self._held.get(owner, {}).get(instance, 0)
+        if count <= 0:
+            self.give_back(owner, instance)
+        elif count < held:
+            self._held[owner][instance] = count
+            self._instances[instance].used -= held - count
+
+    def held(self, owner: int) -> dict[InstanceId, int]:
+        """What `owner` has, by instance."""
+        return dict(self._held.get(owner, {}))
+
     def drop(self, gang: Gang) -> None:
         """The gang is gone with all its slots."""
         dead = {it.id: None for it in gang.instances}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.ids import GangId
+from csps.services.scheduling.prefix.index import Cached, PrefixIndex
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.state import Line, Pair, Request
 from csps.services.scheduling.turn import Turn
@@ -15,9 +17,11 @@ from csps.services.scheduling.view import RequestView
 class LiveView:
     """A `view.View` that copies nothing."""
 
-    def __init__(self, turn: Turn, gangs: Gangs, requests: Requests, costs: Costs) -> None:
+    def __init__(
+        self, turn: Turn, gangs: Gangs, requests: Requests, costs: Costs, prefix: PrefixIndex
+    ) -> None:
         self._turn, self._gangs, self._requests = turn, gangs, requests
-        self.cost = costs
+        self._prefix, self.cost = prefix, costs
 
     @property
     def now_ns(self) -> int:
@@ -36,6 +40,9 @@ class LiveView:
 
     def blocked_ns(self, request: RequestView) -> int:
         return self._requests.blocked_ns(self._requests.live[request.id])
+
+    def cached(self, request: RequestView, gang: GangId) -> Cached | None:
+        return self._prefix.longest(self._requests.live[request.id], gang)
 
     def rate_30s(self) -> int:
         return self._requests.rate_30s

@@ -19,6 +19,7 @@ from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import AnyCommand
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
 
 PREFIX_BYTES = 4
@@ -38,6 +39,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy was told."""
     limits: QueueLimits = QueueLimits()
     deadlines: DeadlineSettings = DeadlineSettings()
+    reuse: ReuseSettings = ReuseSettings()
     schema: int = SCHEMA_VERSION
     python: str = platform.python_version()
     """Another version may sum floats in another order."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 
@@ -17,9 +18,11 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
+from csps.services.scheduling.prefix.index import PrefixIndex
+from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import decode_slots
-from csps.services.scheduling.shares import bounds_of, outside, parts, tokens_on, within
+from csps.services.scheduling.shares import bounds_of, outside, own, parts, tokens_on, within
 from csps.services.scheduling.state import Pair, Request
 from csps.services.scheduling.step_shares import (
     Histories,
@@ -33,29 +36,53 @@ from csps.services.scheduling.step_shares import (
 class PlanChecks:
     """Checks plans that are to be applied together: all are good, or none is applied."""
 
-    def __init__(self, gangs: Gangs, requests: Requests) -> None:
-        self._gangs, self._requests = gangs, requests
+    def __init__(self, gangs: Gangs, requests: Requests, prefix: PrefixIndex) -> None:
+        self._gangs, self._requests, self._prefix = gangs, requests, prefix
         self._slots: dict[InstanceId, int] = {}
+        """Of all plans, with those of kept KV that they use."""
+        self._needs: dict[InstanceId, int] = {}
+        """Of one, which have to be empty."""
         self._started: dict[RequestId, None] = {}
 
-    def check(self, plans: Iterable[StartPlan], rides: Iterable[Ride] = ()) -> None:
-        """Assert that all of them are whole and that their slots are free."""
-        for plan in plans:
-            pair = self.pair(plan)
-            for step, histories in zip(
-                plan.steps, histories_of(plan, in_place=pair.in_place), strict=True
-            ):
-                self._check_step(step, pair.prefill.id)
-                self._check_kept(step, histories, plan, pair)
-            lengths = _computed(plan.steps)
-            assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
-            for placement in plan.decode:
-                self._check_placement(placement, lengths, pair)
-        for ride in rides:
-            self._check_ride(ride)
+    def check(
+        self, plans: Iterable[StartPlan], rides: Iterable[Ride] = ()
+    ) -> list[dict[InstanceId, int]]:
+        """Assert that all of them are whole and that their slots are free.
+
+        Returns:
+            The slots that each needs, first those of the plans.
+        """
+        needs = [self._needs_of(partial(self._check_plan, it)) for it in plans]
+        needs += [self._needs_of(partial(self._check_ride, it)) for it in rides]
         for instance, count in self._slots.items():
             it = self._gangs.instances[instance]
-            assert count <= it.capacity - it.used, f"{count} slots of {it.free_slots} on {instance}"
+            assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
+        return needs
+
+    def _needs_of(self, check: Callable[[], None]) -> dict[InstanceId, int]:
+        self._needs = {}
+        check()
+        return self._needs
+
+    def _check_plan(self, plan: StartPlan) -> None:
+        pair = self.pair(plan)
+        reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        self._use(reused)
+        begun = {request: cached.shares for request, cached in reused.items()}
+        found = histories_of(plan, begun, in_place=pair.in_place)
+        for step, histories in zip(plan.steps, found, strict=True):
+            self._check_step(step, pair.prefill.id)
+            self._check_kept(step, histories, plan, pair)
+        lengths = _computed(plan.steps, reused)
+        assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
+        for placement in plan.decode:
+            self._check_placement(placement, lengths, pair)
+
+    def _use(self, reused: Reused) -> None:
+        """Kept KV that is reused is nobody's to take."""
+        for cached in reused.values():
+            for instance, count in cached.taken.items():
+                self._slots[instance] = self._slots.get(instance, 0) + count
 
     def pair(self, plan: StartPlan) -> Pair:
         """The gangs that a plan uses."""
@@ -114,12 +141,14 @@ class PlanChecks:
         assert pairs, "a ride on no pair"
         assert ride.budget > 0, "a ride that never moves"
         request = self._waiting(ride.placement.request)
+        self._use(reused_by_ride(ride, self._requests.live, self._prefix))
         widest = max(pairs, key=attrgetter("max_positions"))
         self._check_placement(ride.placement, {request.id: request.prompt_tokens}, widest)
 
     def _take(self, instance: InstanceId, slots: int, gang: GangId) -> None:
         assert gang_of(instance) == gang, "an instance of another gang"
-        self._slots[instance] = self._slots.get(instance, 0) + slots
+        for counts in (self._slots, self._needs):
+            counts[instance] = counts.get(instance, 0) + slots
 
     def _check_placement(
         self, placement: DecodePlacement, lengths: dict[RequestId, int], pair: Pair
@@ -161,7 +190,9 @@ def _check_keep(piece: PlannedPiece, history: tuple[Share, ...]) -> None:
     """It has all of the chunk, and may have some of what lies before it."""
     chunk = chunk_of(piece)
     assert parts(chunk, within(piece.keep, chunk)), "the chunk's KV is not kept once"
+    assert not any(it.origin for it in piece.keep), "somebody else's KV is kept"
     moved = [Share.of(it.instance, rest) for it in piece.keep for rest in it.span.without(chunk)]
+    history = tuple(own(history))
     once = _total(outside(history, moved)) == _total(history) - _total(moved)
     assert once, "what moves is not earlier KV, each position once"
 
@@ -170,9 +201,9 @@ def _total(shares: Iterable[Share]) -> int:
     return sum(it.tokens for it in shares)
 
 
-def _computed(steps: Iterable[PlannedStep]) -> dict[RequestId, int]:
+def _computed(steps: Iterable[PlannedStep], reused: Reused) -> dict[RequestId, int]:
     """How far each request is computed; its pieces have to follow one upon another."""
-    computed: dict[RequestId, int] = {}
+    computed = {request: cached.tokens for request, cached in reused.items()}
     for step in steps:
         for piece in step.pieces:
             assert piece.start == computed.get(piece.request, 0), "pieces out of order"

@@ -18,10 +18,12 @@ from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
 from csps.services.scheduling.plan_checks import PlanChecks
+from csps.services.scheduling.prefix.index import PrefixIndex
+from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
-from csps.services.scheduling.state import Sequence, Step
-from csps.services.scheduling.step_shares import Histories, histories_of, slots_of
+from csps.services.scheduling.state import Pair, Sequence, Step, Use
+from csps.services.scheduling.step_shares import Histories, histories_of, left_by, slots_of
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
 
@@ -38,47 +40,77 @@ class Plans:
         sequences: Sequences,
         steps: Steps,
         deadlines: DeadlineSettings,
+        prefix: PrefixIndex,
     ) -> None:
-        self._turn, self._gangs, self._requests = turn, gangs, requests
+        self._turn, self._gangs, self._requests, self._prefix = turn, gangs, requests, prefix
         self._sequences, self._steps, self._deadlines = sequences, steps, deadlines
 
     def apply(self, decisions: Many[Decision]) -> None:
         """Carry out all decisions of a round, after all were found to be sound."""
         plans = [it for it in decisions if type(it) is StartPlan]
         rides = [it for it in decisions if type(it) is Ride]
-        checks = PlanChecks(self._gangs, self._requests)
-        checks.check(plans, rides)
+        checks = PlanChecks(self._gangs, self._requests, self._prefix)
+        needs = checks.check(plans, rides)
         blocked = [it.request for it in decisions if type(it) is Blocked]
         self._requests.note_blocked(blocked)
         wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
         self._turn.wake_ns = min(wakes, default=None)
-        for plan in plans:
-            self._start(plan, checks)
-        for ride in rides:
-            self._ride(ride)
+        starts: list[StartPlan | Ride] = [*plans, *rides]
+        for decision, needed in zip(starts, needs, strict=True):
+            if not self._begin(decision, needed, checks):
+                break  # decided again, as all behind it, when what it waits for is empty
 
-    def _start(self, plan: StartPlan, checks: PlanChecks) -> None:
-        pair = checks.pair(plan)
+    def _begin(
+        self, decision: StartPlan | Ride, needed: dict[InstanceId, int], checks: PlanChecks
+    ) -> bool:
+        """Carry a decision out, if all slots that it needs are empty; else have them emptied."""
+        live, prefix = self._requests.live, self._prefix
+        if isinstance(decision, StartPlan):
+            pair = checks.pair(decision)
+            reused = reused_by_plan(decision, pair, live, prefix)
+            gang = pair.prefill
+        else:
+            reused = reused_by_ride(decision, live, prefix)
+            gang = self._gangs.instances[decision.placement.master].gang
+        uses = {it: prefix.use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+        if not prefix.make_room(needed):
+            for use in uses.values():
+                prefix.leave(use)
+            return False
+        if isinstance(decision, StartPlan):
+            self._start(decision, pair, reused, uses)
+        else:
+            self._ride(decision, reused, uses)
+        return True
+
+    def _start(
+        self, plan: StartPlan, pair: Pair, reused: Reused, uses: dict[RequestId, Use]
+    ) -> None:
+        begun = {request: cached.shares for request, cached in reused.items()}
         sequences: dict[RequestId, Sequence] = {}
         for placement in plan.decode:
             request = self._requests.live[placement.request]
-            sequence = self._sequences.start(request, pair, placement)
+            cached = reused[request.id].tokens if request.id in reused else 0
+            sequence = self._sequences.start(request, pair, placement, uses.get(request.id), cached)
             self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
+        if not pair.in_place and any(it.stays for it in sequences.values()):
+            for number, shares in left_by(plan, begun).items():
+                sequences[number].left = shares if sequences[number].stays else ()
         steps = []
-        for planned, histories in zip(
-            plan.steps, histories_of(plan, in_place=pair.in_place), strict=True
-        ):
+        found = histories_of(plan, begun, in_place=pair.in_place)
+        for planned, histories in zip(plan.steps, found, strict=True):
             slots = {} if pair.in_place else slots_of(planned, histories)
             steps.append(self._launch(planned, sequences, histories, slots))
-        if len(steps) > 1:
+        if len(steps) > 1 or any(it.left for it in sequences.values()):
             for step in steps:
                 step.plan = tuple(steps)
 
-    def _ride(self, ride: Ride) -> None:
+    def _ride(self, ride: Ride, reused: Reused, uses: dict[RequestId, Use]) -> None:
         request = self._requests.live[ride.placement.request]
-        sequence = self._sequences.ride(request, ride.placement)
+        cached = reused[request.id].tokens if request.id in reused else 0
+        sequence = self._sequences.ride(request, ride.placement, uses.get(request.id), cached)
         self._requests.take(request, sequence)
         self._reserve(sequence)
         self._turn.emit(
@@ -99,6 +131,8 @@ class Plans:
                 deadline_ns=self._turn.now_ns + wait_ns,
                 rides=sequence.rides,
                 answer=sequence.answer,
+                cached=sequence.cached,
+                stays=sequence.stays and sequence.in_place,
             )
         )
 
@@ -128,7 +162,9 @@ class Plans:
                 bounds=planned.bounds,
                 pieces=tuple(
                     [
-                        Piece(sequence.id, it.start, it.length, it.rows, it.keep)
+                        Piece(
+                            sequence.id, it.start, it.length, it.rows, it.keep, bool(sequence.left)
+                        )
                         for sequence, it in zip(computed, planned.pieces, strict=True)
                     ]
                 ),

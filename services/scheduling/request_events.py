@@ -9,6 +9,7 @@ from typing import Any
 from csps.protocols.errors import ProtocolError
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.retries import Retries
 from csps.services.scheduling.sequences import Sequences
@@ -31,16 +32,18 @@ class RequestEvents:
         sequences: Sequences,
         steps: Steps,
         retries: Retries,
+        prefix: PrefixIndex,
     ) -> None:
         self._turn, self._timers, self._gangs = turn, timers, gangs
         self._requests, self._sequences = requests, sequences
-        self._steps, self._retries = steps, retries
+        self._steps, self._retries, self._prefix = steps, retries, prefix
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             ev.Submitted: requests.submit,
             ev.Cancelled: self._cancelled,
             ev.FirstToken: self._first_token,
             ev.Landed: self._landed,
             ev.Freed: self._freed,
+            ev.Kept: self._kept,
             ev.Finished: self._finished,
             ev.Failed: self._failed,
             ev.Progress: self._progress,
@@ -75,9 +78,13 @@ class RequestEvents:
         if (sequence := self._sequences.by_id.get(event.sequence)) is not None:
             self._sequences.freed(sequence, event.instance)
 
+    def _kept(self, event: ev.Kept) -> None:
+        self._gangs.hear(event.instance)
+        self._prefix.kept(event)
+
     def _finished(self, event: ev.Finished) -> None:
         if (sequence := self._sequences.serving(event.sequence)) is not None:
-            self._sequences.finish(sequence, event.drawn)
+            self._sequences.finish(sequence, event.drawn, event.hashes)
             self._requests.end(sequence.request)
         else:
             self._retries.finished_late(event.sequence)
@@ -97,7 +104,11 @@ class RequestEvents:
         if step is None or event.instance not in step.undone:
             return
         instance = self._gangs.instances[event.instance]
-        for sequence in self._steps.done(step, instance, event.took_ns):
+        computed, leaving = self._steps.done(step, instance, event.took_ns)
+        for sequence in leaving:
+            self._sequences.left(sequence)
+        for sequence in computed:
+            self._sequences.computed(sequence)
             if not sequence.over and sequence.first_token_ns is None:
                 # The rank that draws says so before it reports, so no token is on its way.
                 error = ProtocolError("a prefill step ended without its first token")

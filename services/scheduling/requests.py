@@ -38,7 +38,9 @@ class Requests:
         sequences: Sequences,
         policy: Policy,
         limits: QueueLimits,
+        reuses: bool,
     ) -> None:
+        self._reuses = reuses
         self._turn, self._timers, self._gangs = turn, timers, gangs
         self._sequences, self._policy = sequences, policy
         self._timers_of: dict[RequestId, list[Timer]] = {}
@@ -76,6 +78,7 @@ class Requests:
             deadline_ns=event.deadline_ns,
             submitted_ns=now_ns,
             waiting_since_ns=now_ns,
+            hashes=event.hashes if self._reuses else (),
         )
         self.live[request.id] = request
         self._begin_to_wait(request)
@@ -175,7 +178,7 @@ class Requests:
         for timer in self._timers_of.pop(request.id, ()):
             self._timers.call_off(timer)
         if request.sequence is not None:
-            self._sequences.close(request.sequence)
+            self._sequences.leave(request.sequence)
             request.sequence = None
         if request.waiting:
             self.queue.remove(request)

@@ -34,6 +34,8 @@ from csps.services.scheduling.integrity import check_books
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.live_view import LiveView
 from csps.services.scheduling.plans import Plans
+from csps.services.scheduling.prefix.index import PrefixIndex
+from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.request_events import RequestEvents
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.retries import Retries
@@ -61,7 +63,8 @@ class Counts(NamedTuple):
     running: int
     waiting: int
     prefill_kv: float
-    """Fraction of the KV slots of gangs that may prefill that are taken; 0 without such a gang."""
+    """Fraction of the KV slots of gangs that may prefill that are taken, but for KV that is kept in
+    case that it is of use; 0 without such a gang."""
     decode_kv: float
 
 
@@ -73,6 +76,7 @@ class Scheduler:
         costs: predictions, shared with the executor that fills in cold buckets.
         limits: of the line.
         deadlines: for everything that is waited for.
+        reuse: of the KV of requests that are over.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Scheduler:
         *,
         limits: QueueLimits | None = None,
         deadlines: DeadlineSettings | None = None,
+        reuse: ReuseSettings | None = None,
     ) -> None:
         limits, deadlines = limits or QueueLimits(), deadlines or DeadlineSettings()
         self._policy, self._costs = policy, costs
@@ -89,7 +94,9 @@ class Scheduler:
         self._timers = timers = Timers()
         self._gangs = gangs = Gangs(turn)
         self._steps = steps = Steps(turn)
-        self._sequences = sequences = Sequences(turn, timers, gangs)
+        reuse = reuse or ReuseSettings()
+        self._prefix = prefix = PrefixIndex(turn, gangs, reuse)
+        self._sequences = sequences = Sequences(turn, timers, gangs, prefix)
         self._requests = requests = Requests(
             turn=turn,
             timers=timers,
@@ -97,6 +104,7 @@ class Scheduler:
             sequences=sequences,
             policy=policy,
             limits=limits,
+            reuses=reuse.enabled,
         )
         retries = Retries(turn, requests, sequences, limits, deadlines)
         self._plans = Plans(
@@ -106,10 +114,11 @@ class Scheduler:
             sequences=sequences,
             steps=steps,
             deadlines=deadlines,
+            prefix=prefix,
         )
         silence = Silence(gangs, steps, deadlines)
         self._watch = Watch(turn, gangs, requests, silence, deadlines)
-        self._view = LiveView(turn, gangs, requests, costs)
+        self._view = LiveView(turn, gangs, requests, costs, prefix)
         of_requests = RequestEvents(
             turn=turn,
             timers=timers,
@@ -118,9 +127,15 @@ class Scheduler:
             sequences=sequences,
             steps=steps,
             retries=retries,
+            prefix=prefix,
         )
         of_gangs = GangEvents(
-            gangs=gangs, requests=requests, sequences=sequences, steps=steps, retries=retries
+            gangs=gangs,
+            requests=requests,
+            sequences=sequences,
+            steps=steps,
+            retries=retries,
+            prefix=prefix,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             **of_requests.handlers,
@@ -194,7 +209,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that no slot, step, sequence or request was lost track of."""
-        check_books(self._gangs, self._requests, self._sequences, self._steps)
+        check_books(self._gangs, self._requests, self._sequences, self._steps, self._prefix)
 
     # --- turns ---
 
@@ -228,6 +243,6 @@ class Scheduler:
 def _usage(instances: Iterable[Instance]) -> float:
     used = capacity = 0
     for it in instances:
-        used += it.used
+        used += it.capacity - it.free_slots
         capacity += it.capacity
     return used / capacity if capacity else 0.0

@@ -9,8 +9,9 @@ from csps.services.scheduling.decisions import DecodePlacement
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
 from csps.services.scheduling.ledger import Ledger
-from csps.services.scheduling.shares import tokens_on
-from csps.services.scheduling.state import Gang, Pair, Request, Sequence
+from csps.services.scheduling.prefix.index import PrefixIndex
+from csps.services.scheduling.shares import own, tokens_on
+from csps.services.scheduling.state import Gang, Pair, Request, Sequence, Use
 from csps.services.scheduling.timers import Timers
 from csps.services.scheduling.turn import Turn
 
@@ -18,8 +19,9 @@ from csps.services.scheduling.turn import Turn
 class Sequences:
     """All that still hold slots, or may."""
 
-    def __init__(self, turn: Turn, timers: Timers, gangs: Gangs) -> None:
+    def __init__(self, turn: Turn, timers: Timers, gangs: Gangs, prefix: PrefixIndex) -> None:
         self._turn, self._timers, self._gangs = turn, timers, gangs
+        self._prefix = prefix
         self._joining: dict[GangId, list[Sequence]] = {}
         self.ledger = Ledger()
         self.by_id: dict[SequenceId, Sequence] = {}
@@ -33,17 +35,31 @@ class Sequences:
 
     # --- the way to decoding ---
 
-    def start(self, request: Request, pair: Pair, placement: DecodePlacement) -> Sequence:
-        """Take the slots for a prompt's KV and for all tokens that may be drawn."""
-        return self._new(request, pair, placement, tokens_on(placement.shares))
+    def start(
+        self, request: Request, pair: Pair, placement: DecodePlacement, use: Use | None, cached: int
+    ) -> Sequence:
+        """Take the slots for a prompt's KV and for all tokens that may be drawn.
 
-    def ride(self, request: Request, placement: DecodePlacement) -> Sequence:
+        Args:
+            use: of the KV of the prompt's first tokens, so many as are cached.
+        """
+        sequence = self._new(request, pair, placement, tokens_on(own(placement.shares)))
+        return self._reusing(sequence, use, cached)
+
+    def ride(
+        self, request: Request, placement: DecodePlacement, use: Use | None, cached: int
+    ) -> Sequence:
         """The same for a sequence that joins at once; its gang owes tokens from now on."""
         gang = self._gangs.instances[placement.master].gang
         pair = Pair(prefill=gang, decode=gang)
         sequence = self._new(request, pair, placement, {}, rides=True)
         sequence.joined_ns = self._turn.now_ns
         gang.owing[sequence.id] = self._turn.now_ns
+        return self._reusing(sequence, use, cached)
+
+    def _reusing(self, sequence: Sequence, use: Use | None, cached: int) -> Sequence:
+        sequence.use, sequence.cached = use, cached
+        sequence.stays = self._prefix.may_stay(sequence.request, cached)
         return sequence
 
     def _new(
@@ -108,12 +124,69 @@ class Sequences:
             if ready:
                 self._turn.emit(SetGroup(gang=gang, joined=tuple(it.id for it in ready)))
 
+    # --- what is kept ---
+
+    def computed(self, sequence: Sequence) -> None:
+        """Nothing more of it is computed by steps."""
+        if not sequence.in_place:
+            self._leave_prefix(sequence)
+
+    def left(self, sequence: Sequence) -> None:
+        """All of its KV that is decoded elsewhere lies where it is to stay."""
+        good = sequence.first_token_ns is not None and not sequence.withdrawn
+        hashes = sequence.request.hashes if good else ()
+        self._prefix.prefilled(sequence.prefill, sequence.id, hashes, sequence.left)
+        self._leave_prefix(sequence)
+
+    def _leave_prefix(self, sequence: Sequence) -> None:
+        use, sequence.use = sequence.use, None
+        if use is not None:
+            self._prefix.leave(use)
+
+    def _keep(self, sequence: Sequence, drawn: int, hashes: tuple[bytes, ...]) -> None:
+        """A sequence is over whose KV stays where it was decoded.
+
+        Args:
+            drawn: tokens that it has drawn, the last of which has no KV.
+            hashes: of blocks that have KV.
+        """
+        gang, prompt = sequence.decode, sum(it.tokens for it in sequence.shares)
+        to_come = sequence.answer or (Share(sequence.master.id, prompt, prompt + drawn),)
+        slots, use = self.ledger.held(sequence.id), sequence.use
+        sequence.use = None  # until what follows upon it is kept as well
+        self._over(sequence)
+        for instance in list(sequence.unfreed):
+            self.freed(sequence, instance)
+        shares = (*own(sequence.shares), *to_come)
+        whole = (prompt + drawn - 1) // self._prefix.settings.block_tokens
+        self._prefix.decoded(gang, sequence.id, hashes[:whole], shares, slots)
+        if use is not None:
+            self._prefix.leave(use)
+
     # --- ends ---
 
-    def finish(self, sequence: Sequence, drawn: int) -> None:
-        """The last token was drawn. Decode frees what it decoded, not what never joined."""
+    def finish(self, sequence: Sequence, drawn: int, hashes: tuple[bytes, ...] = ()) -> None:
+        """The last token was drawn. Decode frees what it decoded, not what never joined, unless it
+        is kept.
+
+        Args:
+            hashes: of the answer's blocks.
+        """
         self._measure(sequence, drawn)
+        sequence.first_token_ns = sequence.first_token_ns or self._turn.now_ns
+        if sequence.stays and sequence.in_place:
+            all_hashes = (*sequence.request.hashes, *hashes)
+            self._keep(sequence, drawn - sequence.drawn_before, all_hashes)
+            return
         self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
+
+    def leave(self, sequence: Sequence) -> None:
+        """Nobody waits for the rest of the answer; what there is may be of use to others."""
+        good = sequence.first_token_ns is not None and not sequence.over
+        if good and sequence.stays and sequence.in_place:
+            self._keep(sequence, 1, sequence.request.hashes)
+        else:
+            self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Stop all work for the sequence."""
@@ -122,20 +195,27 @@ class Sequences:
             self._end(sequence, [*prefill, sequence.decode])
 
     def _end(self, sequence: Sequence, gangs: list[Gang]) -> None:
-        sequence.over = True
-        self._timers.call_off(sequence.landing_timer)
-        self.closed_now[sequence.id] = sequence
+        self._over(sequence)
         if sequence.unfreed:
             sequence.decode.owing.setdefault(sequence.id, self._turn.now_ns)
         holders = dict.fromkeys(it.id for it in gangs if self._may_hold(sequence, it))
+        sequence.withdrawn = sequence.withdrawn or sequence.prefill.id in holders
         if holders:
             self._turn.emit(Cancel(sequence=sequence.id, gangs=tuple(holders)))
         self._settle(sequence)
 
+    def _over(self, sequence: Sequence) -> None:
+        sequence.over = True
+        self._timers.call_off(sequence.landing_timer)
+        self.closed_now[sequence.id] = sequence
+
     def _may_hold(self, sequence: Sequence, gang: Gang) -> bool:
-        """An un-joined sequence may have KV on its way from the gang that prefills it."""
+        """An un-joined sequence may have KV on its way from the gang that prefills it; if it was to
+        stay there and is not on its way any more, it stays."""
         if not self._gangs.lives(gang):
             return False
+        if gang is sequence.prefill and sequence.left:
+            return sequence.computing > 0
         on_its_way = gang is sequence.prefill and not sequence.rides
         return on_its_way or bool(sequence.unfreed)
 
@@ -168,6 +248,8 @@ class Sequences:
     def _settle(self, sequence: Sequence) -> None:
         if not sequence.unfreed:
             sequence.decode.owing.pop(sequence.id, None)
+            if sequence.in_place:
+                self._leave_prefix(sequence)
             if sequence.over:
                 self.by_id.pop(sequence.id, None)
 
@@ -183,6 +265,8 @@ class Sequences:
         for sequence in list(self.by_id.values()):
             if sequence.decode is gang:
                 sequence.unfreed.clear()
+            if sequence.use is not None and sequence.use.gang is gang:
+                sequence.use = None
             if not sequence.over and _needs(sequence, gang):
                 needing.append(sequence)
             self._settle(sequence)
@@ -210,12 +294,13 @@ class Placed(Protocol):
 
 def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]:
     """Slots that a sequence needs where it is decoded, for tokens to come included. The master is
-    named in any case: it frees the sequence as well."""
-    slots = tokens_on(placement.shares)
+    named in any case, and so is who holds what it reuses: they free the sequence as well."""
+    slots = tokens_on(own(placement.shares))
     to_come = tokens_on(placement.answer) or {placement.master: output_tokens}
     for instance, tokens in to_come.items():
         slots[instance] = slots.get(instance, 0) + tokens
-    slots.setdefault(placement.master, 0)
+    for instance in (placement.master, *(it.instance for it in placement.shares)):
+        slots.setdefault(instance, 0)
     return slots
 
 

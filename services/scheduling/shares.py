@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from csps.protocols.messages import Span
@@ -49,23 +49,28 @@ def laid_out(group: Sequence[InstanceId], layout: Layout, start: int = 0) -> tup
 
 
 def tokens_on(shares: Iterable[Share]) -> dict[InstanceId, int]:
-    """How many tokens each instance has."""
+    """How many tokens each instance has, of whichever origin."""
     tokens: dict[InstanceId, int] = {}
     for it in shares:
         tokens[it.instance] = tokens.get(it.instance, 0) + it.tokens
     return tokens
 
 
+def own(shares: Iterable[Share]) -> Iterator[Share]:
+    """Those that need slots: what other sequences have computed has some."""
+    return (it for it in shares if not it.origin)
+
+
 def within(shares: Iterable[Share], span: Span) -> tuple[Share, ...]:
     """Those of the positions that the span has."""
-    cuts = (Share.of(it.instance, it.span.intersection(span)) for it in shares)
+    cuts = (it.cut(it.span.intersection(span)) for it in shares)
     return tuple(it for it in cuts if it.tokens)
 
 
 def outside(shares: Iterable[Share], others: Iterable[Share]) -> tuple[Share, ...]:
     """Those of the positions that none of the others has, on whichever instance."""
     spans = [it.span for it in others]
-    return tuple(Share.of(it.instance, rest) for it in shares for rest in rest_of(it.span, spans))
+    return tuple(it.cut(rest) for it in shares for rest in rest_of(it.span, spans))
 
 
 def parts(span: Span, shares: Iterable[Share]) -> bool:

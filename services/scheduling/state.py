@@ -19,6 +19,7 @@ from csps.services.scheduling.events import GangUp, InstanceUp
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 from csps.services.scheduling.ids import instance_id as numbered_instance
+from csps.services.scheduling.prefix.tree import Segment
 from csps.services.scheduling.timers import Timer
 
 Line = Literal["urgent", "long"]
@@ -40,7 +41,9 @@ class Instance(Live, kw_only=True, eq=False):
     capacity: int
     """KV slots."""
     used: int = 0
-    """Slots taken or promised (`ledger.py`)."""
+    """Slots taken or promised (`ledger.py`), those of kept KV included."""
+    reclaimable: int = 0
+    """Those of them whose KV was kept and is in nobody's use, or is on its way out."""
     mastered: int = 0
     """Sequences that draw here, landing ones included."""
     steps: dict[StepId, Step] = msgspec.field(default_factory=dict)
@@ -59,9 +62,14 @@ class Instance(Live, kw_only=True, eq=False):
     """Last sign of life."""
 
     @property
-    def free_slots(self) -> int:
-        """Slots that nobody was promised."""
+    def empty_slots(self) -> int:
+        """Slots that nobody was promised, and that hold nothing."""
         return self.capacity - self.used
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nobody was promised: kept KV goes when somebody needs its place."""
+        return self.capacity - self.used + self.reclaimable
 
 
 class Gang(Live, kw_only=True, eq=False):
@@ -127,6 +135,8 @@ class Request(Live, kw_only=True, eq=False):
     """`held_ns` of the instances when it began to wait (`holdups.py`)."""
     blocked_ns: int | None = None
     """Since when those that pass it are held against `overtaking_s`."""
+    hashes: tuple[bytes, ...] = ()
+    """Of the client's prompt, block by block; none if its KV is not to be kept or reused."""
     drawn: int = 0
     """Tokens of the answer that were delivered."""
     attempts: int = 0
@@ -144,6 +154,14 @@ class Request(Live, kw_only=True, eq=False):
             self.drawn = drawn
             self.prompt_tokens += more
             self.output_tokens -= more
+
+
+class Use(msgspec.Struct, frozen=True, eq=False):
+    """KV that was kept, and that somebody reads."""
+
+    gang: Gang
+    segment: Segment
+    """The last one."""
 
 
 class Sequence(Live, kw_only=True, eq=False):
@@ -175,6 +193,22 @@ class Sequence(Live, kw_only=True, eq=False):
     joined_ns: int | None = None
     over: bool = False
     """Works for its request no more."""
+    cached: int = 0
+    """Tokens of the prompt whose KV was kept from others."""
+    use: Use | None = None
+    """Of that KV, while something may still read it."""
+    stays: bool = False
+    """What it computes is to be kept, on the gang that decodes it if that is the one which computes
+    it, otherwise on the one that prefills it."""
+    left: tuple[Share, ...] = ()
+    """Where its steps leave what they compute, if that is to be kept on the gang that prefills."""
+    withdrawn: bool = False
+    """The gang that prefills was told to drop it."""
+
+    @property
+    def in_place(self) -> bool:
+        """It is decoded where it is computed."""
+        return self.prefill is self.decode
 
     @property
     def landed(self) -> bool:
@@ -195,7 +229,8 @@ class Step(Live, kw_only=True, eq=False):
     undone: dict[InstanceId, None]
     """Instances that have not reported."""
     plan: tuple[Step, ...] = ()
-    """All steps of its plan, if there are others: a later chunk reads the KV of this one."""
+    """All steps of its plan, if there are others, because a later chunk reads the KV of this one;
+    or if some of it stays. Nothing is given back before all are done."""
     delayed_ns: int = 0
     """What urgent steps on its instances have cost it, or will: predicted, then measured."""
     hold_up: HoldUp = HoldUp()

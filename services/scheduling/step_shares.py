@@ -10,7 +10,7 @@ from csps.protocols.messages import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import PlannedStep, StartPlan
 from csps.services.scheduling.ids import InstanceId, RequestId
-from csps.services.scheduling.shares import outside, within
+from csps.services.scheduling.shares import outside, own, within
 
 Histories = tuple[tuple[Share, ...], ...]
 """Of each piece of a step: where the KV of its sequence's earlier positions lies."""
@@ -85,27 +85,37 @@ def _coming(keep: tuple[Share, ...], there: Sequence[Share]) -> Iterator[Share]:
         yield from outside([share], [it for it in there if it.instance == share.instance])
 
 
-def histories_of(plan: StartPlan, *, in_place: bool) -> Iterator[Histories]:
-    """Where each step of a plan finds what earlier ones have computed.
+Lying = dict[RequestId, tuple[Share, ...]]
+"""Where the KV of sequences lies."""
+
+
+def histories_of(
+    plan: StartPlan, begun: Mapping[RequestId, tuple[Share, ...]], *, in_place: bool
+) -> Iterator[Histories]:
+    """Where each step of a plan finds what is computed when it begins.
 
     Args:
         plan: whose steps are launched in order.
+        begun: what others have computed of its requests.
         in_place: KV lies where it is decoded.
     """
-    lying: dict[RequestId, tuple[Share, ...]] = {}
+    lying = dict(begun)
     placed = {it.request: it.shares for it in plan.decode} if in_place else {}
-    last = len(plan.steps) - 1
-    for number, step in enumerate(plan.steps):
+    for step in plan.steps:
         yield tuple([lying.get(it.request, ()) for it in step.pieces])
-        if number != last:
+        if step is not plan.steps[-1]:
             _extend(lying, step, placed)
 
 
-def _extend(
-    lying: dict[RequestId, tuple[Share, ...]],
-    step: PlannedStep,
-    placed: Mapping[RequestId, tuple[Share, ...]],
-) -> None:
+def left_by(plan: StartPlan, begun: Mapping[RequestId, tuple[Share, ...]]) -> Lying:
+    """Where a plan for two gangs leaves what it computes."""
+    lying = dict(begun)
+    for step in plan.steps:
+        _extend(lying, step, {})
+    return {request: tuple(own(shares)) for request, shares in lying.items()}
+
+
+def _extend(lying: Lying, step: PlannedStep, placed: Mapping[RequestId, tuple[Share, ...]]) -> None:
     """Add where a step leaves the KV of its pieces."""
     for piece, rows in zip(step.pieces, rows_of(step), strict=True):
         before = lying.get(piece.request, ())

@@ -53,9 +53,15 @@ class Steps:
         instance.urgent_ns += step.predicted_ns
         instance.free_at_ns = max(self._turn.now_ns, instance.free_at_ns) + step.predicted_ns
 
-    def done(self, step: Step, instance: Instance, took_ns: int) -> list[Sequence]:
-        """An instance is through with its part. Returns the sequences of which nothing more is
-        computed, if it was the last one."""
+    def done(
+        self, step: Step, instance: Instance, took_ns: int
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """An instance is through with its part.
+
+        Returns:
+            The sequences of which nothing more is computed, if it was the step's last one; and
+            those that leave KV behind, if it was the last one of the step's plan.
+        """
         del step.undone[instance.id]
         del instance.steps[step.id]
         self._true_up(step, instance, took_ns)
@@ -63,13 +69,16 @@ class Steps:
         if not step.plan:
             self.ledger.give_back(step.id, instance.id)
         if step.undone:
-            return []
+            return [], []
         del self.by_id[step.id]
         for sequence in step.sequences:
             sequence.computing -= 1
+        leaving: list[Sequence] = []
         if not any(it.undone for it in step.plan):
             self._give_back_plan(step)
-        return [it for it in step.sequences if not it.computing]
+            leaving = [it for other in step.plan for it in other.sequences if it.left]
+        computed = [it for it in step.sequences if not it.computing]
+        return computed, list(dict.fromkeys(leaving))
 
     def _give_back_plan(self, last: Step) -> None:
         """Chunks are kept until the last one is computed, which attends to them."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from csps.protocols.errors import to_wire
-from csps.services.scheduling.commands import AnyCommand, Cancel, ResetGang, SetGroup
+from csps.services.scheduling.commands import (
+    AnyCommand,
+    Cancel,
+    Keep,
+    Release,
+    ResetGang,
+    SetGroup,
+)
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId
 
@@ -32,7 +39,7 @@ class Turn:
             if isinstance(it, Cancel) and gang in it.gangs:
                 left = tuple(other for other in it.gangs if other != gang)
                 kept += [Cancel(sequence=it.sequence, gangs=left)] if left else []
-            elif not (isinstance(it, ResetGang | SetGroup) and it.gang == gang):
+            elif not (isinstance(it, ResetGang | SetGroup | Keep | Release) and it.gang == gang):
                 kept.append(it)
         self.commands = kept
 

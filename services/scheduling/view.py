@@ -12,6 +12,7 @@ from typing import Protocol
 
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
+from csps.services.scheduling.commands import Share
 from csps.services.scheduling.cost import Choice
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
@@ -174,6 +175,25 @@ class CostView(Protocol):
         ...
 
 
+class CachedView(Protocol):
+    """The beginning of a prompt that a gang has kept KV of (`prefix.index.Cached`)."""
+
+    @property
+    def tokens(self) -> int:
+        """Whole blocks, and fewer than the prompt has."""
+        ...
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Where they lie; a step that goes on from them has all of these instances."""
+        ...
+
+    @property
+    def taken(self) -> Mapping[InstanceId, int]:
+        """Slots that are free no longer once they are used."""
+        ...
+
+
 class View(Protocol):
     """All that a policy decides on."""
 
@@ -200,6 +220,11 @@ class View(Protocol):
     def blocked_ns(self, request: RequestView) -> int:
         """Since when whoever passes the request is held against it: since it was found to be
         blocked, or from now on."""
+        ...
+
+    def cached(self, request: RequestView, gang: GangId) -> CachedView | None:
+        """What a gang that computes prompts has kept of this one: a plan may begin behind it
+        (`PlannedPiece.start`), or behind less of it."""
         ...
 
     def rate_30s(self) -> int:

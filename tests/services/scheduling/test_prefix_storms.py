@@ -1,0 +1,254 @@
+"""KV that stays: random conversations, evictions, cancels and deaths, over ranks that know of every
+position that they hold and of everyone who reads it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+
+import pytest
+from any_layout import AnyLayout, lay
+from scheduler_cell import RandomCell
+
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.ids import InstanceId, gang_of, instance_id
+from csps.services.scheduling.limits import QueueLimits
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
+from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import own
+from csps.services.scheduling.step_shares import slots_of
+
+BLOCK = 32
+
+
+class KeepingCell(RandomCell):
+    """Gangs that keep KV under the name of the sequence that has computed it."""
+
+    PROMPTS = (1, 31, 90, 100, 300, 400, 640)
+
+    def __init__(self, scheduler: Scheduler, seed: int, *, faults: float, elastic: bool) -> None:
+        super().__init__(scheduler, seed, faults=faults, elastic=elastic)
+        self._elastic = elastic
+        self._blocks = itertools.count()
+        self._conversations: list[list[bytes]] = [[]]
+        self._of_request: dict[int, tuple[bytes, ...]] = {}
+        self.lies: dict[int, dict[int, InstanceId]] = {}
+        """By sequence, where that lies which it has computed."""
+        self.stays: set[int] = set()
+        self._orders: dict[int, deque[cmd.Keep | cmd.Release]] = {}
+        """By gang, what it has not executed."""
+        self.reused = 0
+
+    # --- conversations ---
+
+    def _hashes(self, number: int) -> tuple[bytes, ...]:
+        """Some of what was said before, and something new; one in four is nobody's to share."""
+        if self.random.random() < 0.25:
+            return ()
+        blocks = self.requests[number].prompt // BLOCK
+        before = self.random.choice(self._conversations)
+        before = before[: self.random.randint(0, len(before))] if blocks else []
+        said = [*before, *(str(next(self._blocks)).encode() for _ in range(blocks))][:blocks]
+        self._of_request[number] = tuple(said)
+        self._conversations.append(said)
+        return tuple(said)
+
+    def _answer_hashes(self, number: int) -> tuple[bytes, ...]:
+        sequence = self.sequences[number]
+        request = self.requests[sequence.reserve.request]
+        said = self._of_request.get(sequence.reserve.request, ())
+        blocks = (request.prompt + request.drawn - 1) // BLOCK - len(said)
+        answer = tuple(str(next(self._blocks)).encode() for _ in range(max(0, blocks)))
+        if not said:
+            return ()
+        self._conversations.append([*said, *answer])
+        self._of_request[-number] = (*said, *answer)
+        return answer
+
+    def _said(self, sequence: int) -> tuple[bytes, ...]:
+        """What a sequence has hashes of, its answer included."""
+        request = self.sequences[sequence].reserve.request
+        return self._of_request.get(-sequence, self._of_request.get(request, ()))
+
+    # --- what ranks do ---
+
+    def _reserve(self, command: cmd.Reserve) -> None:
+        super()._reserve(command)
+        self._check_reused(command.sequence, command.shares, command.cached)
+        self.reused += command.cached
+
+    def _run_step(self, command: cmd.RunStep) -> None:
+        super()._run_step(command)
+        for piece, history in zip(command.pieces, command.history, strict=True):
+            reserve = self.sequences[piece.sequence].reserve
+            lies = self.lies.setdefault(piece.sequence, {})
+            self._check_reused(piece.sequence, history, reserve.cached)
+            told = {p: it.instance for it in own(history) for p in it.span.positions}
+            assert told == lies, "history is not where it was left"
+            assert piece.start == reserve.cached + len(lies), "chunks follow one upon another"
+            lay(lies, piece, command, reserve if self._elastic else None)
+            if piece.stays:
+                self.stays.add(piece.sequence)
+
+    def _check_reused(self, number: int, shares: tuple[cmd.Share, ...], cached: int) -> None:
+        """What others have computed lies there, is the beginning of this prompt, and nothing
+        else."""
+        named = [it for it in shares if it.origin]
+        positions = sorted(p for it in named for p in it.span.positions)
+        if named:
+            assert positions == list(range(cached)), "not the prompt's beginning"
+        for share in named:
+            assert gang_of(share.instance) in self.gangs, "on a dead gang"
+            for p in share.span.positions:
+                assert self.lies[share.origin].get(p) == share.instance, "reused, but not there"
+            blocks = -(-share.stop // BLOCK)
+            assert self._said(share.origin)[:blocks] == self._said(number)[:blocks], "other text"
+
+    def _cancel(self, command: cmd.Cancel) -> None:
+        super()._cancel(command)
+        sequence = self.sequences[command.sequence]
+        if sequence.prefill in command.gangs and not self._elastic:
+            self.stays.discard(command.sequence)
+            if not sequence.steps:
+                gone = self.lies.pop(command.sequence, {})
+                self._check_unread(command.sequence, range(max(gone, default=-1) + 1))
+
+    def _step_done(self) -> None:
+        numbers = {piece.sequence for step, _ in self.steps.values() for piece in step.pieces}
+        super()._step_done()
+        for number in numbers:
+            sequence = self.sequences[number]
+            if not sequence.steps and not self._elastic and number not in self.stays:
+                self.lies.pop(number, None)
+
+    def _keep(self, command: cmd.Keep) -> None:
+        sequence = self.sequences[command.sequence]
+        reserve, request = sequence.reserve, self.requests[sequence.reserve.request]
+        assert reserve.stays, "kept, but it was not to stay"
+        assert not sequence.freeing, "kept, but it was cancelled"
+        drawn = request.drawn - (request.output - reserve.output_tokens)
+        computed = reserve.prompt_tokens + max(drawn - 1, 0)
+        if command.stop > command.start:
+            assert reserve.cached <= command.start < command.stop <= computed, "kept, not computed"
+        answer = reserve.answer or (
+            cmd.Share(reserve.master, reserve.prompt_tokens, reserve.prompt_tokens + drawn),
+        )
+        self.lies[command.sequence] = {
+            p: it.instance
+            for it in (*own(reserve.shares), *answer)
+            for p in it.span.positions
+            if command.start <= p < command.stop
+        }
+        sequence.silent = True
+        self._order(command)
+
+    def _release(self, command: cmd.Release) -> None:
+        self._order(command)
+
+    def _order(self, command: cmd.Keep | cmd.Release) -> None:
+        assert command.gang in self.gangs, "told a dead gang"
+        self._orders.setdefault(command.gang, deque()).append(command)
+
+    def _progress_only(self) -> None:
+        if any(self._orders.values()) and self.random.random() < 0.4:
+            self._execute()
+        else:
+            super()._progress_only()
+
+    def _execute(self) -> None:
+        """A gang does the next thing that it was told. Its instances say what they have left."""
+        gang = self.random.choice([it for it, orders in self._orders.items() if orders])
+        order = self._orders[gang].popleft()
+        lies = self.lies.setdefault(order.sequence, {})
+        if isinstance(order, cmd.Release):
+            gone = range(order.start, order.stop)
+            self._check_unread(order.sequence, gone)
+            for p in [it for it in lies if it in gone]:
+                del lies[p]
+        else:
+            self.sequences[order.sequence].unfreed = []
+            self.stays.add(order.sequence)
+        left = Counter(lies.values())
+        for index in range(len(self.gangs[gang].instances)):
+            it = instance_id(gang, index)
+            self._pending.append(ev.Kept(sequence=order.sequence, instance=it, tokens=left[it]))
+
+    def _check_unread(self, origin: int, gone: range) -> None:
+        reading = [history for step, _ in self.steps.values() for history in step.history]
+        reading += [it.reserve.shares for it in self.sequences.values() if it.unfreed]
+        for share in (share for shares in reading for share in shares):
+            if share.origin == origin:
+                assert not set(share.span.positions) & set(gone), "released while it is read"
+
+    def _gang_dies(self, gang: int | None = None) -> None:
+        before = set(self.gangs)
+        super()._gang_dies(gang)
+        for dead in before - set(self.gangs):
+            self._orders.pop(dead, None)
+            for number in list(self.lies):
+                lies = self.lies[number]
+                if any(gang_of(it) == dead for it in lies.values()):
+                    del self.lies[number]
+
+    @property
+    def over(self) -> bool:
+        return super().over and not any(self._orders.values())
+
+    def _check_slots(self) -> None:
+        used: Counter[int] = Counter()
+        for sequence in self.sequences.values():
+            slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
+            used.update({it: slots[it] for it in sequence.unfreed})
+        for number in self.stays:
+            used.update(self.lies.get(number, {}).values())
+        for step, undone in self.steps.values():
+            if not (self._elastic or any(it.stays for it in step.pieces)):
+                sizes = slots_of(step, step.history)
+                used.update({it: sizes.get(it, 0) for it in undone})
+        for gang in self.gangs.values():
+            for index, instance in enumerate(gang.instances):
+                count = used[instance_id(gang.gang, index)]
+                assert count <= instance.kv_slots, f"{count} of {instance.kv_slots} slots"
+
+
+RIDING = {"token_budget": 256, "spread_tokens": 200, "max_batch": 6}
+CELLS = [
+    ("any_layout", "pair"),
+    ("any_layout", "elastic"),
+    ("chunked_prefill", "elastic"),
+    ("chunked_prefill", "pair"),
+]
+
+
+def storm(seed: int) -> int:
+    """Returns how many tokens were reused."""
+    name, gangs = CELLS[seed % len(CELLS)]
+    policy = (
+        AnyLayout(seed, block=BLOCK) if name == "any_layout" else make_policy(name, dict(RIDING))
+    )
+    scheduler = Scheduler(
+        policy,  # type: ignore[arg-type]
+        Costs(CostTable(latencies=Unmeasured())),
+        limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
+        reuse=ReuseSettings(enabled=True, max_share=(0.5, 1.0)[seed % 2], block_tokens=BLOCK),
+    )
+    faults = (0.0, 0.05, 0.2)[seed % 3]
+    cell = KeepingCell(scheduler, seed, faults=faults, elastic=gangs == "elastic")
+    cell.play(requests=20, turns=120)
+    assert scheduler.counts == (0, 0, 0.0, 0.0)
+    return cell.reused
+
+
+@pytest.mark.parametrize("dozen", range(4))
+def test_what_is_kept_is_there_and_what_is_read_stays(dozen: int) -> None:
+    assert sum(map(storm, range(12 * dozen, 12 * dozen + 12))) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hundred", range(20))
+def test_what_is_kept_is_there_in_two_thousand_storms(hundred: int) -> None:
+    assert sum(map(storm, range(hundred * 100, hundred * 100 + 100))) > 0
