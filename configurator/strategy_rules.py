@@ -40,6 +40,8 @@ class StrategyRules:
         return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
 
     def _answer(self, asked: StrategyQuestion) -> StrategyChoice:
+        if asked.strategy is not None:
+            return _as_asked(asked.strategy, asked.strategy)
         places = [
             f"0-{server}-{place}"
             for server, instances in enumerate(asked.servers)
@@ -64,9 +66,7 @@ class StrategyRules:
             options = exact_options(self._shape, shape, tokens, link_ratio=self._link_ratio)
             return self._least(options, len(group.locations))
         if csa.strategy is not None:
-            return StrategyChoice(
-                strategy=ENGINE_NAMES[csa.strategy], reason=f"strategy '{csa.strategy}' as asked"
-            )
+            return _as_asked(csa.strategy, ENGINE_NAMES[csa.strategy])
         if csa.ntp_only:
             return StrategyChoice(strategy=SPARSE, reason=f"SP-NTP, which {csa.ntp_only} needs")
         return self._sparse(csa, group, tp, tokens)
@@ -100,6 +100,10 @@ class StrategyRules:
                 f"{instances} instance{'s' * (instances > 1)}{counted}: {figures}"
             ),
         )
+
+
+def _as_asked(name: str, strategy: str) -> StrategyChoice:
+    return StrategyChoice(strategy=strategy, reason=f"strategy '{name}' as asked")
 
 
 def even_spts(tokens: int, members: int) -> list[int]:

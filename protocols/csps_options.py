@@ -9,6 +9,7 @@ from pydantic import PlainValidator, model_validator
 from csps.protocols.csa import ALL_QUERIES
 from csps.protocols.csa_settings import ntp_only
 from csps.protocols.json_object import JsonObject, above, between, fail, shown
+from csps.protocols.plans import RINGS, Ring
 from csps.protocols.topology import MAX_LEVELS
 
 MAX_TOKENS = 2**24
@@ -68,8 +69,9 @@ class _CsaOptions(JsonObject):
     ] = None
     """M: a number, or an array by level, whose last one is that of all further levels; or an array
     of these by layer, whose last one is that of all further layers."""
-    strategy: Literal["ntp", "tp", "tp_flat"] | None = None
-    """SP-NTP, or SP-TP with hierarchical or flat collectives."""
+    strategy: Literal["ntp", "tp", "tp_flat", "ring_kv", "ring_q"] | None = None
+    """SP-NTP, or SP-TP with hierarchical or flat collectives. Of exact attention, which needs no
+    other option: context parallelism's ring pass-KV or ring pass-Q."""
 
     # As in `protocols.csa.CsaPlan`
     nested: bool | None = None
@@ -121,7 +123,16 @@ class CspsOptions(_CsaOptions):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.ring is not None and self.attention == "csa":
+            fail(f"must be 'ntp', 'tp' or 'tp_flat' with 'attention': 'csa', got '{self.ring}'",
+                 "strategy")  # fmt: skip
         for name in _CsaOptions.model_fields:
-            if self.attention != "csa" and getattr(self, name) is not None:
+            asked = getattr(self, name) is not None
+            if asked and self.attention != "csa" and not (name == "strategy" and self.ring):
                 fail("needs 'attention': 'csa'", name)
         return self
+
+    @property
+    def ring(self) -> Ring | None:
+        """The exact strategy that was asked for."""
+        return next((it for it in RINGS if it == self.strategy), None)

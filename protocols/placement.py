@@ -8,7 +8,7 @@ three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from csps.protocols.messages import KvShare, Span
 
@@ -37,6 +37,17 @@ def zigzag(length: int, parts: int) -> Layout:
     cuts = [length * i // (2 * parts) for i in range(2 * parts + 1)]
     chunks = [Span(a, b) for a, b in pairwise(cuts)]
     return tuple(_spans(chunks[i], chunks[-1 - i]) for i in range(parts))
+
+
+def zigzag_of(tokens: Sequence[int]) -> Layout:
+    """Zigzag whose parts have so many tokens each: half of a part's from the beginning on, half
+    from the end. Of equal parts it is `zigzag`, give or take a token; of others whoever has fewer
+    tokens also has fewer pairs."""
+    late = [count // 2 for count in tokens]
+    early = [count - half for count, half in zip(tokens, late, strict=True)]
+    cuts = list(accumulate([*early, *reversed(late)], initial=0))
+    chunks = [Span(a, b) for a, b in pairwise(cuts)]
+    return tuple(_spans(chunks[i], chunks[-1 - i]) for i in range(len(tokens)))
 
 
 def striped(length: int, parts: int) -> Layout:

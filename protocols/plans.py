@@ -16,6 +16,9 @@ Attention = Literal["auto", "exact", "csa"]
 
 ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
 """Sparse attention's architectures as `actors/engine/choice.py` names them."""
+Ring = Literal["ring_kv", "ring_q"]
+"""Context parallelism's exact strategies, by the engine's names: keys and values, or queries."""
+RINGS: tuple[Ring, ...] = ("ring_kv", "ring_q")
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
 LEVELS = "levels"
@@ -48,13 +51,15 @@ class RequestClass:
 
     csa: CsaSettings | None = None
     """Sparse attention as asked for; None is exact."""
+    strategy: Ring | None = None
+    """Exact attention as asked for; None: by whichever strategy."""
 
     @cached_property
     def key(self) -> str:
         """The scheduler's name of the class: what it runs by while its bucket of the cost table is
         cold, and a digest of the rest."""
         if self.csa is None:
-            return AUTO
+            return AUTO if self.strategy is None else f"{self.strategy}/exact"
         digest = hashlib.sha256(msgspec.json.encode(self.csa, order="deterministic"))
         fixed = self.csa.strategy
         cold = SPARSE if fixed is None else ENGINE_NAMES[fixed]
@@ -83,6 +88,7 @@ class StrategyQuestion:
     """How shall requests of a class attend on groups of a shape? A bucket of the cost table."""
 
     csa: CsaSettings | None
+    strategy: Ring | None = None
     """Of the class."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""

@@ -125,6 +125,7 @@ class RequestParser:
             objective=objective(request.csps),
             attention=request.csps.attention,
             csa=csa_settings(request.csps) if request.csps.attention == "csa" else None,
+            strategy=request.csps.ring,
             slo_ttft_ms=arrival.slo.ttft_ms,
             slo_tpot_ms=arrival.slo.tpot_ms,
             deadline_s=self._deadline_s,

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
-from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
@@ -75,7 +74,7 @@ class CostBook:
         """What the scheduler looks things up in."""
         self._configure, self._keep = configure, keep
         self._tell: Callable[[AnyEvent], None] | None = None
-        self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
+        self._classes: OrderedDict[str, RequestClass] = OrderedDict({AUTO: RequestClass()})
         self._choices: dict[Bucket, StrategyChoice] = {}
         self._wanted: dict[Bucket, None] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -94,7 +93,7 @@ class CostBook:
 
     def know(self, cls: RequestClass) -> None:
         """A request of this class was submitted."""
-        self._classes[cls.key] = cls.csa
+        self._classes[cls.key] = cls
         self._classes.move_to_end(cls.key)
         if len(self._classes) > MAX_CLASSES:
             oldest = next(key for key in self._classes if key != AUTO)
@@ -153,8 +152,10 @@ class CostBook:
             self._enter(chosen)
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
+        cls = self._classes[bucket.cls]
         return StrategyQuestion(
-            csa=self._classes[bucket.cls],
+            csa=cls.csa,
+            strategy=cls.strategy,
             servers=bucket.shape.servers,
             tp=bucket.shape.tp,
             tokens=max(1, 3 << bucket.exponent >> 1),

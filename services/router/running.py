@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from csps.protocols import trace_context
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
-from csps.protocols.plans import Attention, Objective, Plan, RequestClass
+from csps.protocols.plans import Attention, Objective, Plan, RequestClass, Ring
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -36,6 +36,8 @@ class Generation:
     attention: Attention = "auto"
     csa: CsaSettings | None = None
     """With attention "csa"."""
+    strategy: Ring | None = None
+    """Of exact attention, if one was asked for."""
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     deadline_s: float | None = None
@@ -44,7 +46,7 @@ class Generation:
     @cached_property
     def cls(self) -> RequestClass:
         """What it shares with requests that can run in one step with it."""
-        return RequestClass(self.csa)
+        return RequestClass(self.csa, self.strategy)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or not self.prompt.size:

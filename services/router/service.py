@@ -177,6 +177,12 @@ class RequestService:
         )
         if refusal is not None:
             raise error_of(refusal)
+        if generation.strategy is not None and not self._scheduler.whole_prompts:
+            raise InvalidRequest(
+                f"'{generation.strategy}' is a strategy of prefill steps, and this server computes "
+                "prompts in pieces beside answers",
+                param="csps.strategy",
+            )
         if generation.csa is not None:
             if not self._scheduler.whole_prompts:
                 raise InvalidRequest(

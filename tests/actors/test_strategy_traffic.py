@@ -23,6 +23,7 @@ from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
 from csps.configurator.csa_traffic import csa_traffic, levels_traffic
+from csps.configurator.ring_traffic import ring_kv_traffic, ring_q_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,
@@ -33,6 +34,8 @@ from csps.configurator.traffic import (
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
+from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.placement import contiguous, place, zigzag
 from csps.protocols.topology import Topology
 
 LAYERS, TOKENS, FP32 = 2, 48, 4
@@ -96,7 +99,7 @@ def shape_of(gang: StrategyRanks) -> AttentionShape:
     )
 
 
-def measured(gang: StrategyRanks, make: MakeStrategy) -> Traffic:
+def measured(gang: StrategyRanks, make: MakeStrategy, job: PrefillJob | None = None) -> Traffic:
     """Elements that a job sends in one layer, sums over instances by a ring among them; but not
     the MLP's sum, which is the same for all strategies."""
     instances, group = gang.engines[0].layout.instances, group_of(gang)
@@ -104,7 +107,7 @@ def measured(gang: StrategyRanks, make: MakeStrategy) -> Traffic:
         engine.mesh.bytes_sent[:] = [0] * engine.mesh.world_size
     summed.clear()
     bounds = [TOKENS * index // instances for index in range(instances + 1)]
-    gang.run(job_of(bounds, [TOKENS]), make)
+    gang.run(job or job_of(bounds, [TOKENS]), make)
     sums = sum(summed) / LAYERS - TOKENS * gang.network.spec.hidden * group.tp * (group.tp > 1)
     total = Traffic(inside=sums * 2 * (group.tp - 1) / group.tp)
     for engine in gang.engines:
@@ -149,6 +152,38 @@ def test_ulysses(gang: StrategyRanks) -> None:
 def test_gathered_weights(gang: StrategyRanks) -> None:
     expected = gathered_weights_traffic(shape_of(gang), group_of(gang), TOKENS)
     assert measured(gang, GatheredWeights) == expected
+
+
+@pytest.mark.parametrize("strategy", ["ring_kv", "ring_q"])
+@pytest.mark.parametrize("history", [0, TOKENS, 6 * TOKENS])
+def test_rings(gang: StrategyRanks, strategy: str, history: int) -> None:
+    """Of history as much as goes round, and so much that pass-KV had better ask for it."""
+    group = group_of(gang)
+    order = tuple(range(group.sp))
+    piece = PrefillPiece(
+        rid=1,
+        start=history,
+        length=TOKENS,
+        rows=place(order, zigzag(TOKENS, group.sp), start=history),
+        history=place(
+            order, contiguous([history * index // group.sp for index in range(group.sp + 1)])
+        ),
+    )
+    job = PrefillJob(
+        job_id=1,
+        group=order,
+        bounds=tuple(TOKENS * index // group.sp for index in range(group.sp + 1)),
+        pieces=(piece,),
+        strategy=strategy,
+    )
+    formula = {"ring_kv": ring_kv_traffic, "ring_q": ring_q_traffic}[strategy]
+    gang.hold_history(job, gang.forwards(job))
+    try:
+        actual = measured(gang, strategy_of, job)
+    finally:
+        for engine in gang.engines:
+            engine.pool.free_request(1)
+    assert actual == formula(shape_of(gang), group, TOKENS, history)
 
 
 def test_levels(gang: StrategyRanks) -> None:

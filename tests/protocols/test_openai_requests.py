@@ -178,6 +178,9 @@ def test_csps_options() -> None:
     }  # fmt: skip
     told = {**by_hand, "drop_ratio": ((0.0,),), "micro_partitions": ((64,),)}
     assert chat(csps=by_hand).csps.model_dump(exclude_unset=True) == told
+    for attention in ({}, {"attention": "exact"}, {"attention": "auto"}):
+        assert chat(csps={**attention, "strategy": "ring_kv"}).csps.ring == "ring_kv"
+    assert chat(csps=by_hand).csps.ring is None
     bound = {"objective": "ttft", "max_accuracy_loss": 0.1, "max_ttft_ms": 500}
     assert chat(csps=bound).csps.max_ttft_ms == 500
 
@@ -317,7 +320,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"csps": {"attention": "csa", "micro_partition": 4}},
         "csps.micro_partition: unknown field; d",
     ),
-    ({"csps": {"attention": "csa", "strategy": "sp"}}, "csps.strategy: must be 'ntp', 'tp' or 'tp"),
+    (
+        {"csps": {"attention": "csa", "strategy": "sp"}},
+        "csps.strategy: must be 'ntp', 'tp', 'tp_flat', 'ring_kv' or 'ring_q'",
+    ),
+    (
+        {"csps": {"attention": "csa", "strategy": "ring_q"}},
+        "csps.strategy: must be 'ntp', 'tp' or 'tp_flat' with 'attention': 'csa', got 'ring_q'",
+    ),
+    ({"csps": {"strategy": "ntp"}}, "csps.strategy: needs 'attention': 'csa'"),
+    ({"csps": {"strategy": "ring_kv", "sinks": 1}}, "csps.sinks: needs 'attention': 'csa'"),
     (
         {"csps": {"attention": "csa", "strategy": "tp", "nested": True}},
         "csps.strategy: must be 'ntp' with 'nested', not 'tp'",

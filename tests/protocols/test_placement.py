@@ -15,6 +15,7 @@ from csps.protocols.placement import (
     round_robin,
     striped,
     zigzag,
+    zigzag_of,
 )
 
 SPANS = st.builds(
@@ -95,6 +96,17 @@ def test_zigzag_shares_causal_pairs_evenly(chunk: int, parts: int) -> None:
         for spans in zigzag(chunk * 2 * parts, parts)
     ]
     assert len(set(pairs)) == 1
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_zigzag_of_parts_that_differ_is_of_as_many_tokens(tokens: list[int]) -> None:
+    layout = zigzag_of(tokens)
+    assert [sum(span.length for span in spans) for spans in layout] == tokens
+    every = sorted(chain.from_iterable(span.positions for spans in layout for span in spans))
+    assert every == list(range(sum(tokens)))
+    if len(set(tokens)) == 1 and tokens[0] % 2 == 0:
+        assert layout == zigzag(sum(tokens), len(tokens))
 
 
 @settings(max_examples=examples(100))

@@ -18,7 +18,8 @@ from http_over_ranks import Served, served
 from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.traffic import gathered_weights_traffic
+from csps.configurator.ring_traffic import ring_kv_traffic, ring_q_traffic
+from csps.configurator.traffic import gathered_weights_traffic, instance_sums
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.group_shape import GroupShape
@@ -185,6 +186,29 @@ async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
         await server.settled()
         sent = bytes_between_ranks(server)
     assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)
+
+
+async def test_rings_as_asked(narrow: Path) -> None:
+    """On both instances, in zigzag, with the bytes of the formulas; and on one."""
+    length, shape = 1000, attention_shape(Settings(model=str(narrow)))
+    formulas = {"ring_kv": ring_kv_traffic, "ring_q": ring_q_traffic}
+    async with deployed(narrow) as server:
+        for strategy, formula in formulas.items():
+            before = bytes_between_ranks(server)
+            told = await ask(server, length, strategy=strategy)
+            await server.settled()
+            sent = bytes_between_ranks(server) - before
+            plan = told["csps"]["plan"]
+            assert (plan["attention"], plan["strategy"]) == ("exact", strategy)
+            assert told["choices"][0]["text"] == said_by_transformers(narrow, length)
+            counted = formula(shape, GroupShape((2,), tp=2), length)
+            sums = instance_sums(shape, GroupShape((2,), tp=2), length)
+            assert sent == pytest.approx(
+                (counted.cost(1.0) - sums.cost(1.0)) * (shape.layers - 1) * FP32, rel=0.01
+            )
+            told = await ask(server, 20, strategy=strategy)
+            assert told["csps"]["plan"]["strategy"] == strategy
+            assert told["choices"][0]["text"] == said_by_transformers(narrow, 20)
 
 
 def layers(first: int, stop: int, ratios: Sequence[float], *micro_partitions: int) -> LayerGroup:

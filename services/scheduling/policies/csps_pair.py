@@ -21,6 +21,7 @@ from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.near_rooms import Group, NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.view import PairView, RequestView, View
 
@@ -331,4 +332,4 @@ def _plan(job: _Job) -> StartPlan:
         urgent=job.urgent,
     )
     decode = [DecodePlacement(it.id, placed.shares, placed.master) for it, placed in job.members]
-    return StartPlan(steps=(step,), decode=tuple(decode))
+    return StartPlan(steps=(in_zigzag(step),), decode=tuple(decode))

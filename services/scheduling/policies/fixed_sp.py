@@ -25,6 +25,7 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.option_checks import check_least
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, RequestView, View
@@ -193,4 +194,4 @@ class _Groups:
             predicted_ns=choice.time_ns,
         )
         decode = (DecodePlacement(request.id, placed.shares, placed.master),)
-        return StartPlan(steps=(step,), decode=decode)
+        return StartPlan(steps=(in_zigzag(step),), decode=decode)

@@ -1,0 +1,70 @@
+"""Steps around a ring have their rows in zigzag, whichever policy plans them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_view import Busy, Picture, plans, waiting
+from property_examples import examples
+
+from csps.services.scheduling.cost import cold_strategy
+from csps.services.scheduling.decisions import PlannedPiece, PlannedStep
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.ring_rows import in_zigzag
+from csps.services.scheduling.shares import bounds_of, parts, tokens_on
+from csps.services.scheduling.step_shares import chunk_of, rows_of
+
+
+def step_of(shares: list[int], starts: list[int], cuts: list[int], strategy: str) -> PlannedStep:
+    """Pieces that end where the batch is cut."""
+    bounds = bounds_of(shares)
+    ends = sorted({bounds[-1], *(cut % bounds[-1] for cut in cuts)} - {0})
+    pieces = [
+        PlannedPiece(number, starts[number % len(starts)], stop - start)
+        for number, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+    return PlannedStep(
+        group=tuple(instance_id(1, index) for index in range(len(shares))),
+        bounds=bounds,
+        pieces=tuple(pieces),
+        strategy=strategy,
+        predicted_ns=1,
+    )
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.lists(st.integers(0, 500), max_size=3),
+)
+def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
+    shares: list[int], starts: list[int], cuts: list[int]
+) -> None:
+    before = step_of(shares, starts, cuts, "ring_q")
+    after = in_zigzag(before)
+    assert after.bounds == before.bounds
+    for piece, cut, rows in zip(after.pieces, rows_of(before), rows_of(after), strict=True):
+        assert parts(chunk_of(piece), rows)
+        assert tokens_on(rows) == tokens_on(cut)
+    assert in_zigzag(after) == after
+    alone = in_zigzag(step_of(shares, starts, cuts, "ulysses"))
+    assert not any(piece.rows for piece in alone.pieces)
+
+
+@pytest.mark.parametrize("policy", ["fixed_sp", "csps"])
+@pytest.mark.parametrize("strategy", ["ring_kv", "ring_q"])
+def test_policies_lay_them_out(policy: str, strategy: str) -> None:
+    options = {"sp": 2} if policy == "fixed_sp" else {"spt_tokens": 500, "short_tokens": 100}
+    cls = f"{strategy}/exact"
+    assert cold_strategy(cls) == strategy
+    picture = Picture([waiting(1, 1000, cls=cls)], [Busy(), Busy()])
+    (plan,) = plans(list(picture.ask(make_policy(policy, options))))
+    (step,) = plan.steps
+    (piece,) = step.pieces
+    assert (step.strategy, len(step.group)) == (strategy, 2)
+    spans = [(it.instance, it.start, it.stop) for it in piece.rows]
+    first, second = step.group
+    assert spans == [(first, 0, 250), (first, 750, 1000), (second, 250, 500), (second, 500, 750)]
