@@ -15,6 +15,7 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     ENGINE_NAMES,
+    RINGS,
     SPARSE,
     StrategyChoice,
     StrategyChoices,
@@ -41,6 +42,7 @@ class StrategyRules:
 
     def _answer(self, asked: StrategyQuestion) -> StrategyChoice:
         if asked.strategy is not None:
+            assert asked.strategy in RINGS, "the cost table chooses between rings"
             return _as_asked(asked.strategy, asked.strategy)
         places = [
             f"0-{server}-{place}"

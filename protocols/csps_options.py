@@ -9,7 +9,7 @@ from pydantic import PlainValidator, model_validator
 from csps.protocols.csa import ALL_QUERIES
 from csps.protocols.csa_settings import ntp_only
 from csps.protocols.json_object import JsonObject, above, between, fail, shown
-from csps.protocols.plans import RINGS, Ring
+from csps.protocols.plans import ASKED_RINGS, AskedRing
 from csps.protocols.topology import MAX_LEVELS
 
 MAX_TOKENS = 2**24
@@ -69,9 +69,9 @@ class _CsaOptions(JsonObject):
     ] = None
     """M: a number, or an array by level, whose last one is that of all further levels; or an array
     of these by layer, whose last one is that of all further layers."""
-    strategy: Literal["ntp", "tp", "tp_flat", "ring_kv", "ring_q"] | None = None
+    strategy: Literal["ntp", "tp", "tp_flat", "ring_kv", "ring_q", "ring"] | None = None
     """SP-NTP, or SP-TP with hierarchical or flat collectives. Of exact attention, which needs no
-    other option: context parallelism's ring pass-KV or ring pass-Q."""
+    other option: context parallelism's ring pass-KV or pass-Q, or the better one of them."""
 
     # As in `protocols.csa.CsaPlan`
     nested: bool | None = None
@@ -133,6 +133,6 @@ class CspsOptions(_CsaOptions):
         return self
 
     @property
-    def ring(self) -> Ring | None:
+    def ring(self) -> AskedRing | None:
         """The exact strategy that was asked for."""
-        return next((it for it in RINGS if it == self.strategy), None)
+        return next((it for it in ASKED_RINGS if it == self.strategy), None)

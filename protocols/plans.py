@@ -19,6 +19,9 @@ ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat":
 Ring = Literal["ring_kv", "ring_q"]
 """Context parallelism's exact strategies, by the engine's names: keys and values, or queries."""
 RINGS: tuple[Ring, ...] = ("ring_kv", "ring_q")
+AskedRing = Literal["ring_kv", "ring_q", "ring"]
+"""As a request may ask for it; "ring" is whichever variant is better for its prefill."""
+ASKED_RINGS: tuple[AskedRing, ...] = (*RINGS, "ring")
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
 LEVELS = "levels"
@@ -51,7 +54,7 @@ class RequestClass:
 
     csa: CsaSettings | None = None
     """Sparse attention as asked for; None is exact."""
-    strategy: Ring | None = None
+    strategy: AskedRing | None = None
     """Exact attention as asked for; None: by whichever strategy."""
 
     @cached_property
@@ -88,7 +91,7 @@ class StrategyQuestion:
     """How shall requests of a class attend on groups of a shape? A bucket of the cost table."""
 
     csa: CsaSettings | None
-    strategy: Ring | None = None
+    strategy: AskedRing | None = None
     """Of the class."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""

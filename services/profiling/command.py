@@ -1,4 +1,4 @@
-"""`csps profile steps|links`: measure, keep in the scaling information base, fit and show."""
+"""`csps profile steps|links|ring`: measure, keep in the scaling information base, fit and show."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.model_check import check_model
 from csps.services.launch.settings import Settings
-from csps.services.profiling.fitting import fit_table
+from csps.services.profiling.fitting import EXACT, fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
 from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_link
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
+from csps.services.profiling.ring_fits import fit_rings, ring_lines
+from csps.services.profiling.ring_profile import RingProfile
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.scheduling.latency import LatencyTable
 
@@ -40,6 +42,8 @@ def main(argv: Sequence[str]) -> None:
         try:
             if arguments.what == "steps":
                 asyncio.run(StepProfile(base, settings, _effort(arguments), _say).run())
+            elif arguments.what == "ring":
+                asyncio.run(RingProfile(base, settings, _effort(arguments), _say).run())
             else:
                 asyncio.run(_links(base, settings, quick=arguments.quick))
         finally:
@@ -56,9 +60,10 @@ async def _links(base: ScalingInformationBase, settings: Settings, *, quick: boo
 
 
 def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | None:
-    """Fit all there is and keep the coefficients; None where no step was measured."""
+    """Fit all there is and keep the coefficients; None where no step of exact attention was
+    measured, by which the others are predicted where they were not."""
     steps = base.rows(StepRow)
-    if not steps:
+    if not any(row.strategy == EXACT for row in steps):
         return None
     table = fit_table(f"{settings.model_name}, profiled here", steps, base.rows(LinkRow))
     last = base.latest_fit(LATENCY)
@@ -70,6 +75,8 @@ def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | Non
 def _show(base: ScalingInformationBase, table: LatencyTable | None, what: str) -> None:
     if what == "links":
         lines = link_lines(base.rows(LinkRow))
+    elif what == "ring":
+        lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:
         lines = [*step_lines(base.rows(StepRow)), *(coefficient_lines(table) if table else [])]
     for line in lines:
@@ -90,7 +97,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Measure what steps and links take on this machine, with the ranks of the "
         "configured server, which should not run meanwhile.",
     )
-    parser.add_argument("what", choices=("steps", "links"))
+    parser.add_argument("what", choices=("steps", "links", "ring"))
     parser.add_argument("--config", type=Path, default=Path("config.yaml"))
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from csps.protocols.plans import RINGS, Ring
+
 PROMPTS = (64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768)
 QUICK_PROMPTS = (128, 512, 2_048, 8_192)
 CHAINS = ((512, 8), (2_048, 4), (2_048, 8), (4_096, 4))
@@ -22,6 +24,12 @@ DECODE_TOKENS = 65_536
 """Most context of a batch, whatever fits: filling the cache is what takes time."""
 
 
+RING_PARTS = (1, 1, 2, 4, 8, 16, 32)
+"""Of the first chunk's length, in a profile of rings."""
+RING_FIRST = (256, 512, 1_024, 2_048, 4_096, 8_192)
+QUICK_RING_FIRST = (512, 2_048)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRun:
     """Prompts that are prefilled side by side, chunk after chunk; every chunk is a measurement."""
@@ -36,6 +44,28 @@ class StepRun:
     def longest(self) -> int:
         """Tokens of a prompt when its last chunk is done."""
         return self.tokens * self.chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingRun:
+    """A prompt in chunks that become shorter, so that ever more of each one's context is there
+    already; every chunk is a measurement. From nothing cached to 99 %, and nothing is computed
+    only to be history."""
+
+    sp: int
+    first: int
+    """Tokens of the first chunk."""
+    strategy: Ring
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of each."""
+        return tuple(self.first // part for part in RING_PARTS)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt when its last chunk is done."""
+        return sum(self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +109,25 @@ def step_runs(limits: Limits, *, quick: bool) -> list[StepRun]:
         and run.longest * run.batch + sp * run.chunks <= sp * limits.kv_slots
     ]
     return sorted(runs, key=lambda run: (run.longest * run.batch, run.sp, run.chunks, run.tokens))
+
+
+def ring_runs(limits: Limits, *, quick: bool) -> list[RingRun]:
+    """Both variants of everything that fits, one after the other, for every group of several."""
+    runs = [
+        RingRun(sp=sp, first=first, strategy=strategy)
+        for sp in group_sizes(limits.instances)
+        for first in (QUICK_RING_FIRST if quick else RING_FIRST)
+        for strategy in RINGS
+        if sp > 1
+    ]
+    fitting = [
+        run
+        for run in runs
+        if run.longest < limits.max_positions
+        and run.chunks[-1] >= run.sp
+        and run.longest + run.sp * len(run.chunks) <= run.sp * limits.kv_slots
+    ]
+    return sorted(fitting, key=lambda run: (run.first, run.sp))
 
 
 def decode_runs(

@@ -18,9 +18,11 @@ from csps.protocols.messages import (
     Sampling,
     Span,
 )
+from csps.protocols.placement import place, zigzag_of
 from csps.protocols.schema import pack
 from csps.services.profiling.cell import Cell
-from csps.services.profiling.plan import DecodeRun, StepRun
+from csps.services.profiling.fitting import EXACT
+from csps.services.profiling.plan import DecodeRun, RingRun, StepRun
 
 JOB_TOKENS = 16_384
 """Prompts that are prefilled only to be decoded go in jobs of about so many."""
@@ -47,13 +49,39 @@ async def measure_step(cell: Cell, run: StepRun) -> list[float]:
                 )
                 for rid, history in zip(rids, histories, strict=True)
             ]
-            seconds.append(await _prefill(cell, pieces, run.sp))
+            seconds.append(await _prefill(cell, pieces, run.sp, EXACT))
             histories = [
                 (*history, *_computed(piece, number, run))
                 for number, (piece, history) in enumerate(zip(pieces, histories, strict=True))
             ]
     finally:
         await cell.forget(rids)
+    return seconds
+
+
+async def measure_ring(cell: Cell, run: RingRun) -> list[float]:
+    """Seconds of each chunk, as `measure_step`; rows in zigzag, KV where it was computed."""
+    rid = next(cell.numbers)
+    history: Shares = ()
+    seconds, start = [], 0
+    try:
+        for chunk in run.chunks:
+            bounds = even_bounds(chunk, run.sp)
+            layout = zigzag_of([stop - begin for begin, stop in itertools.pairwise(bounds)])
+            rows = place(range(run.sp), layout, start=start)
+            piece = PrefillPiece(
+                rid=rid,
+                start=start,
+                length=chunk,
+                rows=rows,
+                history=history,
+                last=start + chunk == run.longest,
+                sampling=GREEDY,
+            )
+            seconds.append(await _prefill(cell, [piece], run.sp, run.strategy))
+            history, start = (*history, *rows), start + chunk
+    finally:
+        await cell.forget([rid])
     return seconds
 
 
@@ -89,8 +117,8 @@ def _computed(piece: PrefillPiece, number: int, run: StepRun) -> Shares:
     )
 
 
-async def _prefill(cell: Cell, pieces: Sequence[PrefillPiece], sp: int) -> float:
-    """Run one job on the first `sp` instances; returns its seconds."""
+async def _prefill(cell: Cell, pieces: Sequence[PrefillPiece], sp: int, strategy: str) -> float:
+    """Run one job on the first `sp` instances, cut evenly; returns its seconds."""
     total = sum(piece.length for piece in pieces)
     tokens = np.random.default_rng(total).integers(3, 256, total).astype("<i4")
     job = PrefillJob(
@@ -98,6 +126,7 @@ async def _prefill(cell: Cell, pieces: Sequence[PrefillPiece], sp: int) -> float
         group=tuple(range(sp)),
         bounds=even_bounds(total, sp),
         pieces=tuple(pieces),
+        strategy=strategy,
     )
     messages = [
         pack(replace(job, tokens=tokens[start:stop].tobytes()))
@@ -159,7 +188,7 @@ async def _fill(cell: Cell, run: DecodeRun, rids: Sequence[int], sampling: Sampl
     fits = sum(cell.prefill.capacities) - cell.prefill.instances
     at_once = max(1, min(JOB_TOKENS, fits) // run.context)
     for first in range(0, len(pieces), at_once):
-        await _prefill(cell, pieces[first : first + at_once], cell.prefill.instances)
+        await _prefill(cell, pieces[first : first + at_once], cell.prefill.instances, EXACT)
     ranks = len(shares) * cell.decode.tp
     await cell.until(
         lambda: all(cell.landed[rid] >= ranks and rid in cell.first_tokens for rid in rids),

@@ -28,7 +28,7 @@ from csps.protocols.plans import (
 )
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
+from csps.services.scheduling.cost import BETTER_RING, Allowed, Bucket, Costs, CostTable
 from csps.services.scheduling.events import AnyEvent, Calibrated
 from csps.services.scheduling.latency import LatencyKey, LatencyTable
 from csps.services.scheduling.latency_refit import Refit
@@ -117,10 +117,19 @@ class CostBook:
 
     def why(self, bucket: Bucket, strategy: str) -> str:
         """Why a step runs by this strategy, for people."""
+        if bucket.cls == BETTER_RING:
+            return f"'{strategy}', as the better ring {self._ring_rule(bucket)}"
         known = self._choices.get(bucket)
         if known is not None and known.strategy == strategy:
             return known.reason
         return f"'{strategy}', as nothing was compared yet for such prompts and groups"
+
+    def _ring_rule(self, bucket: Bucket) -> str:
+        rings = self._newest.rings
+        if rings is None or bucket.shape.sp == 1:
+            return "of two that do the same here"
+        fitted = rings.fitted_to(bucket.shape)
+        return "by what was measured here" if fitted else "by compute and bandwidth (CP Alg. 5)"
 
     # --- asking --------------------------------------------------------------------------------
 

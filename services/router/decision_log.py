@@ -14,6 +14,7 @@ from typing import Self
 import msgspec
 
 from csps.protocols.errors import ConfigError
+from csps.protocols.ring_choice import parse_rules
 from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.latency import LatencyTable, parse_table
@@ -25,6 +26,7 @@ from csps.services.scheduling.scheduler import Scheduler
 class _StoredTable(msgspec.Struct, frozen=True, array_like=True):
     latencies: bytes
     buckets: list[tuple[Bucket, tuple[Allowed, ...]]]
+    rings: bytes | None = None
 
 
 class DecisionLog:
@@ -50,7 +52,11 @@ class DecisionLog:
         """A table may be put in force from now on."""
         assert isinstance(table.latencies, LatencyTable), "latencies that cannot be stored"
         buckets = sorted(table.buckets.items())
-        stored = _StoredTable(table.latencies.canonical, buckets)
+        stored = _StoredTable(
+            table.latencies.canonical,
+            buckets,
+            None if table.rings is None else table.rings.canonical,
+        )
         (self._tables / table.digest).write_bytes(msgspec.msgpack.encode(stored))
 
     def close(self) -> None:
@@ -99,4 +105,8 @@ def _tables_beside(path: Path) -> Path:
 
 def _read_table(path: Path) -> CostTable:
     stored = msgspec.msgpack.decode(path.read_bytes(), type=_StoredTable)
-    return CostTable(latencies=parse_table(stored.latencies), buckets=dict(stored.buckets))
+    return CostTable(
+        latencies=parse_table(stored.latencies),
+        buckets=dict(stored.buckets),
+        rings=None if stored.rings is None else parse_rules(stored.rings),
+    )

@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from csps.protocols import trace_context
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
-from csps.protocols.plans import Attention, Objective, Plan, RequestClass, Ring
+from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestClass
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -36,7 +36,7 @@ class Generation:
     attention: Attention = "auto"
     csa: CsaSettings | None = None
     """With attention "csa"."""
-    strategy: Ring | None = None
+    strategy: AskedRing | None = None
     """Of exact attention, if one was asked for."""
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from csps.protocols.errors import ConfigError
 from csps.services.launch.settings import Settings
 from csps.services.profiling.latency_source import latency_table
+from csps.services.profiling.ring_source import ring_rules
 from csps.services.router.decision_log import DecisionLog
 from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
@@ -29,7 +30,8 @@ def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
 def first_costs(settings: Settings) -> CostTable:
     """What strategies and groups are compared by at first: the times that were profiled here, or
     those that come with csps, and no bucket filled in yet."""
-    return CostTable(latencies=latency_table(settings))
+    latencies = latency_table(settings)
+    return CostTable(latencies=latencies, rings=ring_rules(settings, latencies))
 
 
 def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:

@@ -20,10 +20,14 @@ import msgspec
 
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
+from csps.protocols.plans import Ring
+from csps.protocols.ring_choice import RingRules
 
 EXACT = "exact"
 """The class of requests that allow exact attention only."""
 EXACT_STRATEGY = "ulysses"
+BETTER_RING = "ring/exact"
+"""The class of requests that take ring pass-KV or pass-Q, whichever is better."""
 QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
 MAX_COLD = 4_096
@@ -95,9 +99,14 @@ class CostTable:
 
     latencies: Latencies
     buckets: Mapping[Bucket, tuple[Allowed, ...]] = field(default_factory=dict)
+    rings: RingRules | None = None
+    """What chooses between rings; without it pass-KV, which all rules take without history."""
 
     def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
         """The cheapest strategy that a class allows for `length` tokens after `history`."""
+        if cls == BETTER_RING:
+            ring = Allowed(self.ring(shape, history, length))
+            return Choice(self._time_ns(ring, shape, history, length), ring.strategy)
         allowed = self._allowed(cls, shape, length)
         if allowed is None:
             strategy = cold_strategy(cls)
@@ -107,6 +116,12 @@ class CostTable:
             (only,) = allowed
             return Choice(self._time_ns(only, shape, history, length), only.strategy)
         return min(Choice(self._time_ns(it, shape, history, length), it.strategy) for it in allowed)
+
+    def ring(self, shape: GroupShape, history: int, length: int) -> Ring:
+        """The variant of the ring for `length` tokens after `history`."""
+        if self.rings is None or shape.sp == 1:
+            return "ring_kv"
+        return self.rings.choose(shape, length, history)
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
         """Time of a decode iteration."""
@@ -146,6 +161,8 @@ class CostTable:
     def digest(self) -> str:
         """SHA-256, in hexadecimal."""
         lines = sorted(f"{bucket} {allowed}" for bucket, allowed in self.buckets.items())
+        if self.rings is not None:
+            lines.append(self.rings.digest)
         text = "\n".join([self.latencies.digest, *lines])
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from csps.actors.mesh import GroupMaker, Mesh, Tag
 from csps.actors.strategies.group import SpGroup, span_positions
 from csps.actors.strategies.ring_kv import RingKv
 from csps.actors.strategies.ring_q import RingQ
+from csps.actors.timeline import Event, Timeline
 from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 from csps.protocols.placement import place, striped, zigzag
 
@@ -71,16 +72,20 @@ class Ran:
     """Bytes from rank to rank."""
     exchanges: list[list[tuple[Tag, int]]]
     """By rank, tag and bytes of each message."""
+    events: list[list[Event]]
+    """By rank, what it did when."""
 
 
 def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
     """One layer of a ring."""
 
-    def body(mesh: Mesh) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]]]:
+    def body(mesh: Mesh) -> tuple[Tensor, SpGroup, list[int], list[tuple[Tag, int]], list[Event]]:
         exchanges = noted_exchanges(mesh)
         layout = GangLayout(world_size=mesh.world_size, tp=1)
         member = case.order.index(mesh.rank)
-        group = SpGroup(mesh, layout, case.job, member, JobClock(), withdrawn=set(case.withdrawn))
+        clock = JobClock()
+        clock.timeline = Timeline(on=True)
+        group = SpGroup(mesh, layout, case.job, member, clock, withdrawn=set(case.withdrawn))
         q, k, v = (own_rows(case, group, which) for which in range(3))
         pool, keep = pool_with_history(case, mesh.rank), Kept(case, group, k)
         before = list(mesh.bytes_sent)
@@ -94,17 +99,18 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
             with RingQ(group, pool, scale=scale) as ring_q:
                 out = ring_q.attend(0, q, k, v)
         sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
-        return out, group, sent, exchanges
+        return out, group, sent, exchanges, clock.timeline.events
 
     results = on_ranks(len(case.order), body, data_group)
     outs = {
         piece.rid: torch.full((piece.length, case.heads, HEAD_DIM), torch.nan, dtype=case.dtype)
         for piece in case.pieces
     }
-    for out, group, _, _ in results:
+    for out, group, *_ in results:
         for part in group.local:
             outs[part.piece.rid][span_positions([part.span]) - part.piece.start] = out[part.rows]
-    return Ran(outs, [sent for _, _, sent, _ in results], [it for *_, it in results])
+    _, _, sent, exchanges, events = zip(*results, strict=True)
+    return Ran(outs, list(sent), list(exchanges), list(events))
 
 
 class Kept:
@@ -360,6 +366,17 @@ def test_what_pass_q_sends(history: int) -> None:
     share = 1.0 if history else 0.75
     assert sum(map(sum, sizes(ran, Tag.SECOND_EXCHANGE))) == share * answers
     assert sum(map(sum, ran.sent)) == queries + share * answers
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+def test_the_next_share_is_on_its_way_while_the_present_one_is_computed(strategy: str) -> None:
+    members = 4
+    for events in run(one_prompt(200, members), strategy).events:
+        rings = sorted(it.start_ns for it in events if it.name == "ring")
+        rounds = sorted(it.start_ns for it in events if it.name == "attention")
+        assert (len(rings), len(rounds)) == (members - 1, members)
+        by_turns = [*chain.from_iterable(zip(rings, rounds, strict=False)), rounds[-1]]
+        assert by_turns == sorted(by_turns), "each is begun before the round that hides it"
 
 
 def test_all_sequences_are_one_message_a_round() -> None:

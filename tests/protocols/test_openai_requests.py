@@ -322,7 +322,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"csps": {"attention": "csa", "strategy": "sp"}},
-        "csps.strategy: must be 'ntp', 'tp', 'tp_flat', 'ring_kv' or 'ring_q'",
+        "csps.strategy: must be 'ntp', 'tp', 'tp_flat', 'ring_kv', 'ring_q' or 'ring'",
     ),
     (
         {"csps": {"attention": "csa", "strategy": "ring_q"}},

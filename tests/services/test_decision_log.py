@@ -11,6 +11,7 @@ import pytest
 from fake_gangs import QUICK, FakeGang, fake_cell, turns
 
 from csps.protocols.errors import ConfigError
+from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.services.launch.settings import Settings
 from csps.services.router.decision_log import DecisionLog, replayed
 from csps.services.router.running import Running
@@ -22,7 +23,11 @@ from csps.services.scheduling.log import Header, command_bytes
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Outcome, Scheduler
 
-TABLE = CostTable(latencies=SHIPPED)
+_SPEEDS = RingSpeeds(flops=1e14, bytes_per_s=1e10)
+_RINGS = RingRules(
+    model=RingModel(heads=32, kv_heads=8, element_bytes=2), inside=_SPEEDS, between=_SPEEDS
+)
+TABLE = CostTable(latencies=SHIPPED, rings=_RINGS)
 OPTIONS = {"spt_tokens": 1000, "short_tokens": 200}
 
 

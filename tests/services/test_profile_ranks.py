@@ -23,10 +23,13 @@ from csps.services.profiling import cell as profiling_cell
 from csps.services.profiling import command, links, plan, step_profile
 from csps.services.profiling.cell import Cell, open_cell
 from csps.services.profiling.identity import identity_of
-from csps.services.profiling.latency_source import latency_table
+from csps.services.profiling.latency_source import LATENCY, latency_table
 from csps.services.profiling.plan import DecodeRun, StepRun
+from csps.services.profiling.ring_fits import RING, fitted_rings
+from csps.services.profiling.ring_source import ring_rules
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.profiling.steps import measure_iterations, measure_step
+from csps.services.scheduling.latency_shipped import SHIPPED
 
 
 @pytest.fixture
@@ -118,21 +121,7 @@ def test_the_command_measures_fits_and_does_not_measure_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(links, "ROUNDS", 3)
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "applications": [
-                    {
-                        "name": "csps",
-                        "import_path": "csps.services.app:build",
-                        "args": settings.model_dump(mode="json", exclude_defaults=True),
-                    }
-                ]
-            }
-        )
-    )
-    argv = ["--config", str(config), "--quick"]
+    argv = ["--config", str(written(settings, tmp_path)), "--quick"]
     command.main(["links", *argv])
     assert "GB/s" in capsys.readouterr().out
     command.main(["steps", *argv])
@@ -156,6 +145,42 @@ def test_the_command_measures_fits_and_does_not_measure_again(
     monkeypatch.setattr(step_profile, "open_cell", no_ranks)
     command.main(["steps", *argv])
     assert "0 runs to do" in capsys.readouterr().out
+
+
+def test_rings_are_measured_both_ways_and_a_rule_is_fitted(
+    settings: Settings,
+    rank_threads: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(plan, "QUICK_RING_FIRST", (64, 128))
+    argv = ["ring", "--config", str(written(settings, tmp_path)), "--quick"]
+    command.main(argv)
+    printed = capsys.readouterr().out
+    assert "[4/4] ring_q on 2, chunks of 128, 128, 64, 32, 16, 8, 4 tokens" in printed
+    assert "h(T, P) =" in printed
+    with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
+        rows = base.rows(StepRow)
+        fitted = fitted_rings(base.latest_fit(RING))
+        assert base.latest_fit(LATENCY) is None, "by which exact attention would be predicted"
+    assert [(row.strategy, row.tokens, row.history) for row in rows[7:14:6]] == [
+        ("ring_q", 64, 0), ("ring_q", 2, 188),
+    ]  # fmt: skip
+    rules = ring_rules(settings, SHIPPED)
+    assert rules.fitted == fitted
+    assert [(it.sp, it.tp) for it in fitted] == [(2, 1)]
+    command.main(argv)
+    assert "0 prompts to do" in capsys.readouterr().out
+
+
+def written(settings: Settings, folder: Path) -> Path:
+    """The config file of a deployment with these settings."""
+    config = folder / "config.yaml"
+    arguments = settings.model_dump(mode="json", exclude_defaults=True)
+    application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
+    config.write_text(yaml.safe_dump({"applications": [application]}))
+    return config
 
 
 async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(

@@ -17,16 +17,25 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
     StepRow,
 )
+from csps.models.spec import read_spec
 from csps.models.weights_digest import weights_digest
 from csps.protocols.errors import ConfigError
 from csps.services.launch.settings import Settings
 from csps.services.profiling.fitting import fit_table, fitted_points
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY, latency_table
-from csps.services.profiling.plan import Limits, decode_runs, group_sizes, step_runs
+from csps.services.profiling.plan import (
+    Limits,
+    RingRun,
+    decode_runs,
+    group_sizes,
+    ring_runs,
+    step_runs,
+)
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
+from csps.services.profiling.ring_source import ring_rules
 from csps.services.profiling.steps import even_shares
-from csps.services.scheduling.latency import DecodeLine, StepCost
+from csps.services.scheduling.latency import DecodeLine, LatencyKey, LinkCost, StepCost
 from csps.services.scheduling.latency_shipped import SHIPPED
 
 # --- the plan -----------------------------------------------------------------------------------
@@ -60,6 +69,26 @@ def test_every_batch_of_the_plan_fits(limits: Limits, quick: bool, max_prompt: i
         assert run.batch <= 8
         assert run.context <= max_prompt
         assert run.context + 34 < limits.max_positions
+
+
+@given(limits=limits, quick=st.booleans())
+def test_every_ring_of_the_plan_fits_and_is_measured_both_ways(limits: Limits, quick: bool) -> None:
+    runs = ring_runs(limits, quick=quick)
+    for run in runs:
+        slots = sum(-(-chunk // run.sp) for chunk in run.chunks)
+        assert slots <= limits.kv_slots
+        assert run.longest < limits.max_positions
+        assert min(run.chunks) >= run.sp > 1
+    pairs = [(run.sp, run.first) for run in runs]
+    assert [runs.count(run) for run in runs] == [1] * len(runs)
+    assert pairs[::2] == pairs[1::2]
+
+
+def test_a_rings_chunks_reach_from_nothing_cached_to_nearly_all() -> None:
+    chunks = RingRun(sp=2, first=8192, strategy="ring_q").chunks
+    missed = [chunk / sum(chunks[: place + 1]) for place, chunk in enumerate(chunks)]
+    assert missed[0] == 1.0
+    assert missed[-1] < 0.011
 
 
 def test_the_default_server_is_measured_at_both_group_sizes_from_short_to_long() -> None:
@@ -210,6 +239,23 @@ def test_weights_are_told_apart_by_one_sampled_byte_and_by_their_configuration(
     config.write_text(config.read_text() + "\n")
     digests.append(weights_digest(model))
     assert len(set(digests)) == 3
+
+
+def test_rings_are_compared_by_measured_compute_and_bandwidth(settings: Settings) -> None:
+    """Also where nothing was profiled: by what comes with csps, and what the operator says."""
+    spec = read_spec(settings.model_dir)
+    table = replace(
+        SHIPPED,
+        steps=((LatencyKey(strategy="ulysses", sp=1), StepCost.of_seconds(0, 0, 2e-9, 1e-9)),),
+        links=(("inside", LinkCost.of_seconds(0, 1e-9)),),
+    )
+    rules = ring_rules(settings, table)
+    assert not rules.fitted
+    work = 4 * spec.heads * spec.head_dim * (spec.layers - 1)
+    assert rules.inside.flops == pytest.approx(work / 2e-9)
+    assert rules.inside.bytes_per_s == pytest.approx(1e9)
+    assert rules.between.bytes_per_s == rules.inside.bytes_per_s / settings.topology.link_ratio
+    assert ring_rules(settings, SHIPPED).inside.bytes_per_s > 0
 
 
 def test_the_settings_path_is_made_absolute(settings: Settings) -> None:

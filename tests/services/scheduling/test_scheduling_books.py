@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,8 +14,10 @@ from scheduler_cell import gang_up
 
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
+from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import (
+    BETTER_RING,
     Allowed,
     Bucket,
     Costs,
@@ -220,6 +224,10 @@ class PlantedTimes:
 
 
 TWO = GroupShape((1, 1), tp=2)
+_SPEEDS = RingSpeeds(flops=1e14, bytes_per_s=1e10)
+RINGS = RingRules(
+    model=RingModel(heads=32, kv_heads=8, element_bytes=2), inside=_SPEEDS, between=_SPEEDS
+)
 
 
 def planted(*allowed: Allowed) -> CostTable:
@@ -256,6 +264,19 @@ def test_a_class_that_names_a_strategy_begins_with_it() -> None:
     unmeasured = costs.best("unheard_of/1", TWO, 0, 100)
     assert (unmeasured.strategy, unmeasured.time_ns) == ("unheard_of", 225_000)
     assert [it.cls for it in costs.cold()] == ["ring_kv/whatever", "unheard_of/1"]
+
+
+def test_the_better_ring_depends_on_what_is_cached() -> None:
+    """Nobody is asked: the rule is a part of the table, and of its digest."""
+    plain = CostTable(latencies=Unmeasured())
+    table = replace(plain, rings=RINGS)
+    assert table.digest != plain.digest
+    costs = Costs(table)
+    assert costs.best(BETTER_RING, TWO, 0, 1000).strategy == "ring_kv"
+    assert costs.best(BETTER_RING, TWO, 100_000, 1000).strategy == "ring_q"
+    assert costs.best(BETTER_RING, GroupShape((1,)), 100_000, 1000).strategy == "ring_kv"
+    assert plain.best(BETTER_RING, TWO, 100_000, 1000).strategy == "ring_kv"
+    assert costs.cold() == []
 
 
 def test_another_table_is_put_in_force_by_its_digest() -> None:
