@@ -128,7 +128,7 @@ class Sequences:
 
     def computed(self, sequence: Sequence) -> None:
         """Nothing more of it is computed by steps."""
-        if not sequence.in_place:
+        if not (sequence.in_place and sequence.unfreed):
             self._leave_prefix(sequence)
 
     def left(self, sequence: Sequence) -> None:
@@ -248,7 +248,7 @@ class Sequences:
     def _settle(self, sequence: Sequence) -> None:
         if not sequence.unfreed:
             sequence.decode.owing.pop(sequence.id, None)
-            if sequence.in_place:
+            if sequence.in_place and not sequence.computing:
                 self._leave_prefix(sequence)
             if sequence.over:
                 self.by_id.pop(sequence.id, None)

@@ -61,6 +61,11 @@ def own(shares: Iterable[Share]) -> Iterator[Share]:
     return (it for it in shares if not it.origin)
 
 
+def shifted(shares: Iterable[Share], tokens: int) -> tuple[Share, ...]:
+    """The same, so many tokens further on."""
+    return tuple(it.cut(it.span.shifted(tokens)) for it in shares)
+
+
 def within(shares: Iterable[Share], span: Span) -> tuple[Share, ...]:
     """Those of the positions that the span has."""
     cuts = (it.cut(it.span.intersection(span)) for it in shares)

@@ -6,6 +6,8 @@ budget, pieces of prompts whose answers will be drawn there, the oldest first
 (`protocols.iteration.fill`). No prefill stands between two tokens of an answer, however long its
 prompt.
 
+What the gang has kept of a prompt is not computed again: the request begins behind it.
+
 **Nobody starves.** Requests start strictly first come, first served, as soon as there are slots for
 prompt and answer, at most `max_batch` at a time. The budget is at least as large, so the oldest
 prompt of an instance gets a token or more of every iteration.
@@ -18,10 +20,15 @@ from dataclasses import dataclass
 
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.decisions import Blocked, Decision, DecodePlacement, Ride, Trial
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
+from csps.services.scheduling.policies.decode_overlay import (
+    DecodeOptions,
+    DecodeOverlay,
+    Placed,
+)
 from csps.services.scheduling.policies.option_checks import check_least
+from csps.services.scheduling.shares import shifted
 from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, View
+from csps.services.scheduling.view import GangView, PairView, RequestView, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +73,7 @@ class ChunkedPrefill:
     def decide(self, view: View) -> Sequence[Decision]:
         """Start the oldest requests until one finds no room."""
         gangs = [
-            (pair.max_positions, DecodeOverlay(pair.decode, self.decode_options))
+            (pair.max_positions, _Gang(pair.decode, self.decode_options, view))
             for pair in view.pairs
         ]
         decisions: list[Decision] = []
@@ -80,17 +87,46 @@ class ChunkedPrefill:
             decisions.append(ride)
         return decisions
 
-    def _ride(self, request: RequestView, gang: DecodeOverlay) -> Ride | None:
-        placed = gang.place(request.prompt_tokens, request.output_tokens)
+    def _ride(self, request: RequestView, gang: _Gang) -> Ride | None:
+        placed = gang.reusing(request) or gang.place(request)
         if placed is None:
             return None
-        gang.take(placed, request.output_tokens)
         placement = DecodePlacement(request.id, placed.shares, placed.master)
         return Ride(placement=placement, budget=self.options.token_budget)
 
     def trial(self, pair: PairView) -> Trial:
         """On an idle gang."""
         return _Trial(DecodeOverlay(pair.decode, self.decode_options))
+
+
+class _Gang:
+    """A gang that decodes, and what it has kept."""
+
+    def __init__(self, gang: GangView, options: DecodeOptions, view: View) -> None:
+        self._id, self._view = gang.id, view
+        self._overlay = DecodeOverlay(gang, options)
+
+    def place(self, request: RequestView) -> Placed | None:
+        """Compute all of a prompt."""
+        placed = self._overlay.place(request.prompt_tokens, request.output_tokens)
+        if placed is not None:
+            self._overlay.take(placed, request.output_tokens)
+        return placed
+
+    def reusing(self, request: RequestView) -> Placed | None:
+        """Compute what follows upon KV that is here; None if there is none, or no room."""
+        cached = self._view.cached(request, self._id)
+        if cached is None or not self._overlay.has_free(cached.taken):
+            return None
+        self._overlay.occupy(cached.taken)
+        left = request.prompt_tokens - cached.tokens
+        placed = self._overlay.place(left, request.output_tokens)
+        if placed is None:
+            self._overlay.occupy(cached.taken, -1)
+            return None
+        self._overlay.take(placed, request.output_tokens)
+        behind = shifted(placed.shares, cached.tokens)
+        return Placed((*cached.shares, *behind), placed.master)
 
 
 class _Trial:

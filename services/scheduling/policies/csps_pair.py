@@ -21,6 +21,7 @@ from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.near_rooms import Group, NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.policies.reuse import Reuse, Reuses, reuse_plan
 from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.view import PairView, RequestView, View
@@ -70,7 +71,11 @@ class CspsPair:
         self._gang, self._max_positions = pair.decode, pair.max_positions
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
+        self._view, self._prefill_gang = view, pair.prefill.id
+        self._reuses = Reuses(self._prefill, view.cost)
         self._jobs: list[_Job] = []
+        self._rest: list[StartPlan] = []
+        """Of prompts that are computed behind what was kept of them."""
         self._batches: dict[tuple[InstanceId, str], _Job] = {}
         self._started: dict[RequestId, None] = {}
         self._rooms: NearRooms | None = None
@@ -89,7 +94,8 @@ class CspsPair:
 
     def plans(self) -> Iterator[StartPlan]:
         """Everything that starts here."""
-        return map(_plan, self._jobs)
+        yield from map(_plan, self._jobs)
+        yield from self._rest
 
     # --- short prompts ---
 
@@ -101,6 +107,9 @@ class CspsPair:
             return Verdict.BLOCKED
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
         spot = self._least_wait(tokens, choice.time_ns)
+        soonest_ns = None if spot is None else spot.urgent_ns + choice.time_ns
+        if self._start_urgent_reuse(request, placed, soonest_ns, end_by_ns):
+            return Verdict.STARTS
         if spot is None:
             roomy = any(it.free >= tokens for it in self._prefill.spots)
             return Verdict.WAITS if roomy else Verdict.BLOCKED
@@ -110,11 +119,52 @@ class CspsPair:
         job, more_ns = self._batch(spot, request, choice)
         self._add(job, request, placed)
         self._prefill.start_urgent(spot, tokens, more_ns)
-        if by_ns is not None:
-            self._by_ns[spot.id] = min(by_ns, self._by_ns.get(spot.id, by_ns))
+        self._bound_urgent(spot, by_ns)
         if self._rooms is not None:
             self._rooms.update(spot)
         return Verdict.STARTS
+
+    def _bound_urgent(self, spot: Spot, by_ns: int | None) -> None:
+        """Have the urgent steps of an instance over by then."""
+        if by_ns is not None:
+            self._by_ns[spot.id] = min(by_ns, self._by_ns.get(spot.id, by_ns))
+
+    def _start_urgent_reuse(
+        self,
+        request: RequestView,
+        placed: Placed,
+        soonest_ns: int | None,
+        end_by_ns: int | None,
+    ) -> bool:
+        """Compute the rest of a short prompt on the instance that has kept its beginning, if that
+        ends no later than all of it would elsewhere.
+
+        Args:
+            soonest_ns: from now on; None if nobody can compute all of it.
+        """
+        cached = self._view.cached(request, self._prefill_gang)
+        if cached is None or len(spots := self._reuses.holders(cached)) > 1:
+            return False
+        (spot,), reuse = spots, self._reuses.on(request, cached, spots)
+        if reuse is None:
+            return False
+        ends_ns = spot.urgent_ns + reuse.time_ns
+        left = request.prompt_tokens - cached.tokens
+        by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
+        late = by_ns is not None and self._now_ns + ends_ns > by_ns
+        if late or (soonest_ns is not None and ends_ns > soonest_ns):
+            return False
+        if not self._admits(spot, left, reuse.time_ns):
+            return False
+        self._bound_urgent(spot, by_ns)
+        self._reuses.take(reuse)
+        self._prefill.start_urgent(spot, left, reuse.time_ns)
+        self._decode.take(placed, request.output_tokens)
+        self._started[request.id] = None
+        self._rest.append(reuse_plan(request, reuse, placed, urgent=True))
+        if self._rooms is not None:
+            self._rooms.update(spot)
+        return True
 
     def _least_wait(self, tokens: int, predicted_ns: int) -> Spot | None:
         """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer.
@@ -205,6 +255,10 @@ class CspsPair:
         if placed is None:
             return Verdict.BLOCKED
         group = self._near_rooms().group(request.prompt_tokens)
+        reuse = self._long_reuse(request)
+        if reuse and (group is None or reuse.ends_ns <= self._ends_ns(request, group)):
+            self._start_reuse(request, reuse, placed)
+            return Verdict.STARTS
         if group is None:
             # With slots enough, only outstanding steps are in the way.
             room = sum(it.free for it in self._prefill.spots)
@@ -221,6 +275,36 @@ class CspsPair:
         self._launch(job, group, choice.time_ns)
         return Verdict.STARTS
 
+    def _ends_ns(self, request: RequestView, group: Group) -> int:
+        """When a group will have computed all of a prompt."""
+        shape = self._prefill.shape(group.spots)
+        choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens)
+        return max(it.free_at_ns for it in group.spots) + choice.time_ns
+
+    def _long_reuse(self, request: RequestView) -> Reuse | None:
+        """The rest of a prompt, where its beginning was kept and around it."""
+        cached = self._view.cached(request, self._prefill_gang)
+        if cached is None:
+            return None
+        spots = self._reuses.holders(cached)
+        left = request.prompt_tokens - cached.tokens
+        if left > len(spots) * self._options.spt_tokens:
+            wider = self._near_rooms().group(left)
+            ids = {it.id for it in spots}
+            spots += [it for it in (wider.spots if wider else ()) if it.id not in ids]
+            spots.sort(key=lambda it: it.order)
+        if any(it.long_steps >= self._options.jobs_per_instance for it in spots):
+            return None
+        return self._reuses.on(request, cached, spots)
+
+    def _start_reuse(self, request: RequestView, reuse: Reuse, placed: Placed) -> None:
+        self._reuses.take(reuse)
+        self._prefill.start_long(request, reuse.spots, reuse.shares, reuse.time_ns)
+        self._decode.take(placed, request.output_tokens)
+        self._started[request.id] = None
+        self._rest.append(reuse_plan(request, reuse, placed))
+        self._given(reuse.spots)
+
     def _launch(self, job: _Job, group: Group, predicted_ns: int) -> None:
         shares = level_shares(job.tokens, group.room)
         assert shares is not None, "fillers exceed the slack"
@@ -230,10 +314,14 @@ class CspsPair:
         oldest, _ = job.members[0]
         self._prefill.start_long(oldest, job.group, job.shares, predicted_ns)
         self._jobs.append(job)
-        for spot in job.group:
+        self._given(job.group)
+
+    def _given(self, spots: list[Spot]) -> None:
+        """Instances were given a long step."""
+        for spot in spots:
             self._near_rooms().update(spot)
         # Whoever is younger than this step passes it, and does so in a step of its own.
-        ids = {spot.id for spot in job.group}
+        ids = {spot.id for spot in spots}
         self._batches = {key: it for key, it in self._batches.items() if key[0] not in ids}
 
     def _fill(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.shares import level_shares, tokens_on
+from csps.services.scheduling.shares import level_shares, own, tokens_on
 from csps.services.scheduling.view import GangView
 
 
@@ -94,8 +95,19 @@ class DecodeOverlay:
         self._change(placed, output_tokens, -1)
 
     def _change(self, placed: Placed, output_tokens: int, sign: int) -> None:
-        slots = tokens_on(placed.shares)
+        slots = tokens_on(own(placed.shares))
         slots[placed.master] = slots.get(placed.master, 0) + output_tokens
+        self.occupy(slots, sign, master=placed.master)
+        self._batch += sign
+
+    def has_free(self, slots: Mapping[InstanceId, int]) -> bool:
+        """Whether each instance has so many."""
+        return all(self._holders[it].free >= count for it, count in slots.items())
+
+    def occupy(
+        self, slots: Mapping[InstanceId, int], sign: int = 1, *, master: InstanceId | None = None
+    ) -> None:
+        """These slots are free no longer, or again; and `master` draws for one more, or less."""
         for instance, count in slots.items():
             holder = self._holders[instance]
             del self._freest[bisect_left(self._freest, holder.rank)]
@@ -104,11 +116,10 @@ class DecodeOverlay:
             holder.free -= sign * count
             if holder.free > self._largest >= 0:
                 self._largest = holder.free
-            if instance == placed.master:
+            if instance == master:
                 holder.mastered += sign
             insort(self._freest, holder.rank)
             self._free -= sign * count
-        self._batch += sign
 
     def _spread(self, prompt_tokens: int, output_tokens: int, wanted: int) -> Placed:
         """On the fewest of the freest that have room, but no fewer than wanted."""

@@ -2,7 +2,8 @@
 
 The instances of a gang are cut into groups of `sp` neighbours; what is left over computes nothing.
 A prompt goes to the group that will be free first, as predicted, and waits there for those before
-it. Strictly first come, first served: when the oldest finds no slots, all wait.
+it. Strictly first come, first served: when the oldest finds no slots, all wait. What a group has
+kept of a prompt is not computed again, if that group is free soon enough.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.option_checks import check_least
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.policies.reuse import Reuse, Reuses, reuse_plan
 from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
@@ -128,6 +130,7 @@ class _Groups:
         self, pair: PairView, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._max_positions = options, pair.max_positions
+        self._gang = pair.prefill.id
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._groups = list(self._cut(self._prefill.spots))
@@ -163,6 +166,8 @@ class _Groups:
         placed = self._decode.place(request.prompt_tokens, request.output_tokens)
         if placed is None:
             return None
+        if (number := self._reusing(request, view)) is not None:
+            return self._plan_reuse(request, *number, placed)
         full: list[_Queue] = []
         plan = None
         while self._queues and plan is None:
@@ -178,6 +183,36 @@ class _Groups:
         for queue in full:
             heapq.heappush(self._queues, queue)
         return plan
+
+    def _reusing(self, request: RequestView, view: View) -> tuple[int, Reuse] | None:
+        """The group that has kept some of the prompt, if that makes its answer begin sooner."""
+        cached = view.cached(request, self._gang)
+        if cached is None:
+            return None
+        reuses, held = Reuses(self._prefill, view.cost), {it.instance for it in cached.shares}
+        for queue in self._queues:
+            group = self._groups[queue.number]
+            if held <= {it.id for it in group.spots}:
+                reuse = reuses.on(request, cached, group.spots)
+                soonest = self._groups[self._queues[0].number]
+                whole = view.cost.best(request.cls, soonest.shape, 0, request.prompt_tokens)
+                if reuse and reuse.ends_ns <= soonest.free_at_ns + whole.time_ns:
+                    reuses.take(reuse)
+                    return queue.number, reuse
+        return None
+
+    def _plan_reuse(
+        self, request: RequestView, number: int, reuse: Reuse, placed: Placed
+    ) -> StartPlan:
+        self._prefill.start_long(request, reuse.spots, reuse.shares, reuse.time_ns)
+        self._decode.take(placed, request.output_tokens)
+        group = self._groups[number]
+        queues = [it for it in self._queues if it.number != number]
+        if group.steps < self._options.steps_per_group:
+            queues.append(_Queue(group.free_at_ns, number))
+        heapq.heapify(queues)
+        self._queues = queues
+        return reuse_plan(request, reuse, placed)
 
     def _plan(
         self, request: RequestView, view: View, group: _Group, shares: list[int], placed: Placed

@@ -1,0 +1,84 @@
+"""Going on from what a gang has kept of a prompt, instead of computing all of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from csps.services.scheduling.decisions import (
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    StartPlan,
+)
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.decode_overlay import Placed
+from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.ring_rows import in_zigzag
+from csps.services.scheduling.shares import bounds_of, level_shares
+from csps.services.scheduling.view import CachedView, CostView, RequestView
+
+
+class Reuse(NamedTuple):
+    """A step that computes the rest of a prompt."""
+
+    cached: CachedView
+    spots: list[Spot]
+    """In topology order: all that hold what is reused, and others."""
+    shares: list[int]
+    """Tokens of the rest; none for who only holds."""
+    strategy: str
+    time_ns: int
+
+    @property
+    def ends_ns(self) -> int:
+        """When it will have been computed."""
+        return max(it.free_at_ns for it in self.spots) + self.time_ns
+
+
+class Reuses:
+    """What a round could reuse of a gang."""
+
+    def __init__(self, overlay: PrefillOverlay, cost: CostView) -> None:
+        self._overlay, self._cost = overlay, cost
+        self._spots: dict[InstanceId, Spot] = {it.id: it for it in overlay.spots}
+
+    def holders(self, cached: CachedView) -> list[Spot]:
+        """Who has to be in the group."""
+        ids = dict.fromkeys(it.instance for it in cached.shares)
+        return sorted((self._spots[it] for it in ids), key=lambda it: it.order)
+
+    def on(self, request: RequestView, cached: CachedView, spots: list[Spot]) -> Reuse | None:
+        """The rest of a prompt on a group; None if it has no room."""
+        left = request.prompt_tokens - cached.tokens
+        limits = [it.free - cached.taken.get(it.id, 0) for it in spots]
+        shares = level_shares(left, limits) if min(limits) >= 0 else None
+        if shares is None:
+            return None
+        held = {it.instance for it in cached.shares}
+        used = [(it, n) for it, n in zip(spots, shares, strict=True) if n or it.id in held]
+        group = [spot for spot, _ in used]
+        shape = self._overlay.shape(group)
+        choice = self._cost.best(request.cls, shape, cached.tokens, left)
+        return Reuse(cached, group, [n for _, n in used], choice.strategy, choice.time_ns)
+
+    def take(self, reuse: Reuse) -> None:
+        """The slots of what is reused are free no longer."""
+        for instance, count in reuse.cached.taken.items():
+            self._spots[instance].free -= count
+
+
+def reuse_plan(
+    request: RequestView, reuse: Reuse, placed: Placed, *, urgent: bool = False
+) -> StartPlan:
+    """The plan of a step of one request."""
+    start = reuse.cached.tokens
+    step = PlannedStep(
+        group=tuple([it.id for it in reuse.spots]),
+        bounds=bounds_of(reuse.shares),
+        pieces=(PlannedPiece(request.id, start, request.prompt_tokens - start),),
+        strategy=reuse.strategy,
+        predicted_ns=reuse.time_ns,
+        urgent=urgent,
+    )
+    decode = DecodePlacement(request.id, placed.shares, placed.master)
+    return StartPlan(steps=(in_zigzag(step),), decode=(decode,))
