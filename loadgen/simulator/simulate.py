@@ -131,7 +131,7 @@ def scheduler_of(cluster: ClusterModel, policy: str, options: dict[str, Any]) ->
     """
     made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
-    if not made.whole_prompts:
+    if policy == "chunked_prefill":
         _ = cluster.hybrid  # what a rider would meet with in the middle of the run
     return made
 

@@ -63,6 +63,11 @@ class Choice(msgspec.Struct, frozen=True, order=True, gc=False):
 class StepTimes(Protocol):
     """Time of a step on groups of one shape (Tetris Eq. 1)."""
 
+    @property
+    def in_ns(self) -> tuple[float, float, float, float]:
+        """(a, b, c, d) in nanoseconds: a + b L + c C L + d L^2."""
+        ...
+
     def predict_ns(self, length: int, history: int = 0) -> int:
         """Of a step with one piece."""
         ...
@@ -137,11 +142,19 @@ class CostTable:
         return self.buckets.get(Bucket(cls, shape, length.bit_length() - 1))
 
     def _time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
-        key = (shape, allowed.strategy)
+        times = self._known(shape, allowed.strategy)
+        return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
+
+    def exact(self, sp: int, tp: int) -> StepTimes:
+        """Times of exact attention on groups of `sp` instances, wherever they stand."""
+        return self._known(GroupShape((sp,), tp), EXACT_STRATEGY)
+
+    def _known(self, shape: GroupShape, strategy: str) -> StepTimes:
+        key = (shape, strategy)
         times = self._found.get(key)
         if times is None:
-            times = self._found[key] = self._times(shape, allowed.strategy)
-        return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
+            times = self._found[key] = self._times(shape, strategy)
+        return times
 
     def _times(self, shape: GroupShape, strategy: str) -> StepTimes:
         """Of the nearest that was measured: exact attention in the place of a strategy, instances
@@ -191,6 +204,10 @@ class Costs:
         """`CostTable.iteration_ns`."""
         return self.table.iteration_ns(sp, tp, batch, context)
 
+    def exact(self, sp: int, tp: int) -> StepTimes:
+        """`CostTable.exact`."""
+        return self.table.exact(sp, tp)
+
     def use(self, digest: str) -> None:
         """Put another table of the store in force."""
         self.table = self._store[digest]
@@ -228,6 +245,12 @@ class Unmeasured:
 class _UnmeasuredStep(NamedTuple):
     of: Unmeasured
     ranks: int
+
+    @property
+    def in_ns(self) -> tuple[float, float, float, float]:
+        it, ranks = self.of, self.ranks
+        pair_ns = it.pair_ns / ranks
+        return float(it.step_ns), it.token_ns / ranks, pair_ns, pair_ns / 2
 
     def predict_ns(self, length: int, history: int = 0) -> int:
         it = self.of

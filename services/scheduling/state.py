@@ -231,6 +231,14 @@ class Step(Live, kw_only=True, eq=False):
     plan: tuple[Step, ...] = ()
     """All steps of its plan, if there are others, because a later chunk reads the KV of this one;
     or if some of it stays. Nothing is given back before all are done."""
+    behind: int = 0
+    """Instances on which it is not the first long step; it begins when there is none."""
+    turn_ns: int = 0
+    """When it became the first one on the last of the others."""
+    begin_ns: int = 0
+    """When it begins, or began, as far as is known. Of long steps only, as `end_ns`."""
+    end_ns: int = 0
+    """When it will have been computed, as predicted."""
     delayed_ns: int = 0
     """What urgent steps on its instances have cost it, or will: predicted, then measured."""
     hold_up: HoldUp = HoldUp()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from csps.services.scheduling.holdups import hold_up
 from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.ledger import Ledger
@@ -34,9 +36,11 @@ class Steps:
             if step.urgent:
                 self._overtake(step, instance)
             else:
+                step.behind += instance.long_steps > 0
                 instance.long_steps += 1
                 instance.free_at_ns = begin_ns + step.predicted_ns
             instance.steps[step.id] = step
+        step.begin_ns, step.end_ns = begin_ns, begin_ns + step.predicted_ns
         if step.urgent:  # it waits for other urgent ones at most
             return max(min(it.free_at_ns, self._turn.now_ns + it.urgent_ns) for it in instances)
         return begin_ns + step.predicted_ns
@@ -62,9 +66,10 @@ class Steps:
             The sequences of which nothing more is computed, if it was the step's last one; and
             those that leave KV behind, if it was the last one of the step's plan.
         """
+        first = _first_long(instance) is step
         del step.undone[instance.id]
         del instance.steps[step.id]
-        self._true_up(step, instance, took_ns)
+        self._true_up(step, instance, took_ns, first=first)
         self._turn.stale = True
         if not step.plan:
             self.ledger.give_back(step.id, instance.id)
@@ -86,15 +91,26 @@ class Steps:
             for instance in last.gang.instances:
                 self.ledger.give_back(step.id, instance.id)
 
-    def _true_up(self, step: Step, instance: Instance, took_ns: int) -> None:
-        """Put what was measured in the place of what was predicted."""
+    def _true_up(self, step: Step, instance: Instance, took_ns: int, *, first: bool) -> None:
+        """Put what was measured in the place of what was predicted.
+
+        Args:
+            first: it was the first of the instance's long steps.
+        """
         now_ns, error_ns = self._turn.now_ns, took_ns - step.predicted_ns
         if not step.urgent:
             instance.long_steps -= 1
             if not instance.long_steps:
                 instance.overtaken_ns = 0
-            left_ns = sum(it.predicted_ns for it in instance.steps.values())
-            instance.free_at_ns = now_ns + left_ns
+            ended_ns = self._ended_ns(step, took_ns)
+            if first and (following := _first_long(instance)) is not None:
+                _come_to_turn(following, ended_ns)
+            if any(it.urgent or it.delayed_ns for it in self._of(step.gang)) or step.delayed_ns:
+                # How urgent ones fall between long ones is not known: an instance counts its own.
+                left_ns = sum(it.predicted_ns for it in instance.steps.values())
+                instance.free_at_ns = now_ns + left_ns
+            elif ended_ns != step.end_ns:
+                self._predict(step.gang)
             return
         instance.urgent_ns -= step.predicted_ns
         for other in step.charged[instance.id]:
@@ -104,6 +120,31 @@ class Steps:
         free_at_ns = instance.free_at_ns + error_ns if instance.steps else now_ns
         instance.free_at_ns = max(now_ns + instance.urgent_ns, free_at_ns)
 
+    def _ended_ns(self, step: Step, took_ns: int) -> int:
+        """When it was computed: what follows it has begun before it is done, while KV is sent."""
+        now_ns = self._turn.now_ns
+        if step.behind or not took_ns:  # withdrawn
+            return now_ns
+        return min(now_ns, step.begin_ns + took_ns)
+
+    def _predict(self, gang: Gang) -> None:
+        """When every instance will be free: steps in the order of their launch, each when all its
+        instances have come to it."""
+        now_ns = self._turn.now_ns
+        free_ns = {it.id: now_ns for it in gang.instances}
+        for step in self._of(gang):
+            if step.behind:
+                step.begin_ns = max([free_ns[it] for it in step.undone], default=now_ns)
+            step.end_ns = max(now_ns, step.begin_ns + step.predicted_ns)
+            for instance in step.undone:
+                free_ns[instance] = step.end_ns
+        for it in gang.instances:
+            it.free_at_ns = free_ns[it.id]
+
+    def _of(self, gang: Gang) -> Iterator[Step]:
+        """The outstanding steps of a gang."""
+        return (it for it in self.by_id.values() if it.gang is gang)
+
     def drop(self, gang: Gang) -> None:
         """The gang is gone: nothing that it computed comes."""
         self.ledger.drop(gang)
@@ -111,3 +152,15 @@ class Steps:
             del self.by_id[step.id]
             for sequence in step.sequences:
                 sequence.computing -= 1
+
+
+def _first_long(instance: Instance) -> Step | None:
+    return next((it for it in instance.steps.values() if not it.urgent), None)
+
+
+def _come_to_turn(step: Step, at_ns: int) -> None:
+    """A step is the first one on another of its instances."""
+    step.behind -= 1
+    step.turn_ns = max(step.turn_ns, at_ns)
+    if not step.behind:
+        step.begin_ns = max(step.turn_ns, step.launched_ns)

@@ -13,7 +13,7 @@ from typing import Protocol
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.cost import Choice
+from csps.services.scheduling.cost import Choice, StepTimes
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
 from csps.services.scheduling.state import Line
@@ -168,6 +168,10 @@ class CostView(Protocol):
 
     def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
         """The cheapest allowed strategy of a group."""
+        ...
+
+    def exact(self, sp: int, tp: int) -> StepTimes:
+        """Coefficients of exact attention on groups of `sp` instances, to compare many chunks."""
         ...
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:

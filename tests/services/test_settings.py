@@ -55,8 +55,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ({"deadlines": {"landing_s": float("inf")}}, "deadlines.landing_s: Input should be a fini"),
         (
             {"elastic": {}},
-            "scheduling: policy csps cannot use an elastic gang: csps and fixed_sp need prefill "
-            "and decode gangs, chunked_prefill takes either",
+            "scheduling: policy csps cannot use an elastic gang: csps, fixed_sp and tetris need "
+            "prefill and decode gangs, chunked_prefill takes either",
         ),
         (
             {**ELASTIC, "prefill": {}, "decode": {"instances": 3}},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -17,6 +17,8 @@ from csps.services.scheduling.policies.csps import Csps
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
 from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
+from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.services.scheduling.policies.tetris.policy import Tetris
 
 Options = TypeVar("Options")
 
@@ -34,6 +36,7 @@ _POLICIES: dict[str, _Known] = {
     "chunked_prefill": _Known(ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic")),
     "csps": _Known(CspsOptions, Csps, ("pair",)),
     "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
+    "tetris": _Known(TetrisOptions, Tetris, ("pair",)),
 }
 
 
@@ -87,7 +90,8 @@ def _pairings() -> str:
         verb = ("takes" if both else "needs") if len(names) == 1 else ("take" if both else "need")
         if names:
             what = "either" if both else _GANGS[pairings[0]]
-            parts.append(f"{' and '.join(names)} {verb} {what}")
+            named = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            parts.append(f"{named} {verb} {what}")
     return ", ".join(parts)
 
 
@@ -106,8 +110,32 @@ def _pick(kind: type[Options], given: dict[str, object]) -> Options:
     picked: dict[str, Any] = {}
     for it in fields(kind):  # type: ignore[arg-type]
         if it.name in given:
-            picked[it.name] = _number(it.name, given.pop(it.name), it.type)
+            picked[it.name] = _checked(it.name, given.pop(it.name), it.type)
     return kind(**picked)
+
+
+def _checked(name: str, value: object, kind: object) -> object:
+    """The value of an option of a kind, as its field is annotated."""
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"option {name} must be true or false, not {abridged(value)}")
+        return value
+    if kind == "Records":
+        return _records(name, value)
+    if kind == "float | str":
+        return value if isinstance(value, str) else _number(name, value, "float")
+    return _number(name, value, kind)
+
+
+def _records(name: str, value: object) -> tuple[tuple[object, ...], ...]:
+    """Pairs of numbers."""
+    pairs: Sequence[object] = value if isinstance(value, list | tuple) else [value]
+    made = []
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ConfigError(f"option {name} must be pairs of numbers, not {abridged(value)}")
+        made.append(tuple(_number(name, it, "float") for it in pair))
+    return tuple(made)
 
 
 def _number(name: str, value: object, kind: object) -> object:

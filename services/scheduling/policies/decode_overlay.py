@@ -86,6 +86,23 @@ class DecodeOverlay:
                 return Placed((Share(first.id, 0, prompt_tokens),), first.id)
         return self._spread(prompt_tokens, output_tokens, wanted)
 
+    def place_whole(self, prompt_tokens: int, output_tokens: int) -> Placed | None:
+        """All of it on the instance with most freeness (Tetris §5.2), if any has room: free slots,
+        without those that KV on its way was promised, for each request that it decodes, landing
+        ones included."""
+        if self._batch >= self._options.max_batch:
+            return None
+        total = prompt_tokens + output_tokens
+        roomy = [it for it in self._holders.values() if it.free >= total]
+        if not roomy:
+            return None
+        # Compared as fractions of integers, since a float would lose ties.
+        best = roomy[0]
+        for it in roomy[1:]:
+            if it.free * max(1, best.mastered) > best.free * max(1, it.mastered):
+                best = it
+        return Placed((Share(best.id, 0, prompt_tokens),), best.id)
+
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Somebody was placed so."""
         self._change(placed, output_tokens, 1)

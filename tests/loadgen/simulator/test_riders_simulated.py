@@ -308,7 +308,9 @@ def test_the_command_simulates_an_elastic_gang(tmp_path: Path) -> None:
     words += f" --workload tetris-short --rate 1 --requests 30 --output-len 5 --json {result}"
     assert main(words.split()) == 0
     assert json.loads(result.read_text())["completed"] == 30
-    with pytest.raises(ConfigError, match="csps and fixed_sp need prefill and decode gangs"):
+    with pytest.raises(
+        ConfigError, match="csps, fixed_sp and tetris need prefill and decode gangs"
+    ):
         main(words.replace("chunked_prefill --option token_budget=256", "csps").split())
 
 

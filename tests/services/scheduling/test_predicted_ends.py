@@ -14,6 +14,7 @@ LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 400, "short_tokens": 50},
     "fixed_sp": {"sp": 2},
+    "tetris": {"improvement_rate": 0.05, "min_chunk": 1},
 }
 GANGS = st.lists(st.integers(1000, 3000), min_size=1, max_size=4)
 
@@ -39,12 +40,19 @@ def test_long_steps_of_a_group_end_one_after_the_other(
     check_ends("fixed_sp", prefill, coming)
 
 
-@given(coming=arrivals(51, 900))
-def test_long_steps_of_an_instance_end_one_after_the_other(
-    coming: list[tuple[int, int, int]],
+@given(coming=arrivals(51, 900), prefill=GANGS)
+def test_long_steps_end_when_all_before_them_on_any_of_their_instances_have(
+    coming: list[tuple[int, int, int]], prefill: list[int]
 ) -> None:
     """Where groups overlap, a step may begin later than its instances are through with others."""
-    check_ends("csps", [3000], coming)
+    check_ends("csps", prefill, coming)
+
+
+@given(coming=arrivals(1, 900), prefill=GANGS)
+def test_chunks_end_when_they_were_planned_to(
+    coming: list[tuple[int, int, int]], prefill: list[int]
+) -> None:
+    check_ends("tetris", prefill, coming)
 
 
 @given(coming=arrivals(1, 50), prefill=GANGS)

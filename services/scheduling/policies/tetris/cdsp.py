@@ -86,6 +86,7 @@ class Cdsp:
         assert min_chunk >= 1, "an empty chunk"
         self._servers, self.sizes = tuple(servers), sorted(costs)
         assert self.sizes[-1] <= sum(servers), "a group of more instances than there are"
+        self.instances = sum(servers)
         self._costs = [costs[size].in_ns for size in self.sizes]
         self._bounds = _Bounds(self._costs)
         self._even = are_even(servers, self.sizes)

@@ -1,0 +1,43 @@
+"""What `scheduling: {policy: tetris, ...}` may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.services.scheduling.policies.option_checks import check_least
+from csps.services.scheduling.policies.tetris.improvement import ImprovementRates, Records
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TetrisOptions:
+    """Options of Tetris."""
+
+    improvement_rate: float | str = AUTO
+    """Share of the time to the first token that a larger group has to save; `auto` follows the load
+    by `improvement_rates`."""
+    improvement_rates: Records = ()
+    """Pairs of requests per second and the best rate of improvement at that load, as `csps rates`
+    finds them."""
+    min_chunk: int = 512
+    """Tokens of the shortest chunk of a prompt that is cut."""
+    chunked: bool = True
+    """Whether prompts are cut at all; without it every prompt is one chunk."""
+
+    def __post_init__(self) -> None:
+        check_least(self, 1, "min_chunk")
+        rate = self.improvement_rate
+        if isinstance(rate, str):
+            if rate != AUTO:
+                hint = nearest(rate, [AUTO])
+                raise ConfigError(f"option improvement_rate: unknown {abridged(rate)}{hint}")
+        elif not 0 <= rate < 1:
+            raise ConfigError(f"option improvement_rate must be in [0, 1), not {rate}")
+        _ = self.rates
+
+    @property
+    def rates(self) -> ImprovementRates:
+        """What `auto` looks up."""
+        return ImprovementRates(self.improvement_rates)

@@ -1,0 +1,192 @@
+"""Every prompt in chunks, each on a group of its own size: Tetris.
+
+A request gets its plan as it arrives, on the times at which instances will be free: a chunk is
+given to them while they are still busy, and runs when its turn comes. Strictly first come, first
+served: when the oldest finds no slots, all wait. A prompt's KV goes to the one decode instance that
+has most free slots for each request that it decodes (§5.2), or to several if none has room for all
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+
+from csps.services.scheduling.cost import StepTimes
+from csps.services.scheduling.decisions import (
+    Blocked,
+    Decision,
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    StartPlan,
+    Trial,
+)
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
+from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
+from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.services.scheduling.shares import bounds_of, level_shares
+from csps.services.scheduling.state import Line
+from csps.services.scheduling.view import CostView, PairView, RequestView, View
+
+
+class Tetris:
+    """The policy of this module's description."""
+
+    name = "tetris"
+    whole_prompts = False
+
+    def __init__(
+        self, options: TetrisOptions | None = None, decode: DecodeOptions | None = None
+    ) -> None:
+        self.options, self.decode_options = options or TetrisOptions(), decode or DecodeOptions()
+
+    @property
+    def digest(self) -> str:
+        """The options themselves."""
+        return f"{self.options} {self.decode_options}"
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        """Nobody is urgent."""
+        return "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """Start the oldest requests until one has to wait."""
+        rate = self._rate(view.rate_30s())
+        pairs = [
+            _Pair(pair, view.now_ns, rate, self.options, self.decode_options) for pair in view.pairs
+        ]
+        decisions: list[Decision] = []
+        for request in view.waiting("long"):
+            plan = next((it for pair in pairs if (it := pair.start(request, view.cost))), None)
+            if plan is None:
+                decisions.append(Blocked(request=request.id))
+                break
+            decisions.append(plan)
+        return decisions
+
+    def trial(self, pair: PairView) -> Trial:
+        """On idle gangs."""
+        return _Trial(_Pair(pair, 0, 0.0, self.options, self.decode_options))
+
+    def _rate(self, requests: int) -> float:
+        rate = self.options.improvement_rate
+        return self.options.rates.at(requests) if isinstance(rate, str) else rate
+
+
+class _Trial:
+    def __init__(self, pair: _Pair) -> None:
+        self._pair = pair
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """On all instances together."""
+        return self._pair.fits(prompt_tokens, output_tokens)
+
+
+class _Pair:
+    """A pair of gangs in a round."""
+
+    def __init__(
+        self,
+        pair: PairView,
+        now_ns: int,
+        rate: float,
+        options: TetrisOptions,
+        decode: DecodeOptions,
+    ) -> None:
+        self._now_ns, self._rate, self._options = now_ns, rate, options
+        self._max_positions, self._tp = pair.max_positions, pair.prefill.tp
+        self._prefill = PrefillOverlay(pair.prefill, now_ns)
+        self._decode = DecodeOverlay(pair.decode, decode)
+        self._spots = sorted(self._prefill.spots, key=lambda it: it.order)
+        """Server by server, as `Cdsp` numbers them."""
+        by_server = groupby(self._spots, key=lambda it: it.place.server_id)
+        self._servers = tuple([sum(1 for _ in spots) for _, spots in by_server])
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether there are slots enough, on whichever instances."""
+        free = sum(it.free for it in self._spots)
+        return prompt_tokens <= free and self._decode.has_room(prompt_tokens, output_tokens)
+
+    def start(self, request: RequestView, cost: CostView) -> StartPlan | None:
+        """Plan the request; None if there are not slots enough."""
+        prompt, output = request.prompt_tokens, request.output_tokens
+        if prompt + output > self._max_positions or not self.fits(prompt, output):
+            return None
+        placed = self._decode.place_whole(prompt, output) or self._decode.place(prompt, output)
+        if placed is None:
+            return None
+        cdsp = self._cdsp(cost)
+        free_ns = [it.free_at_ns - self._now_ns for it in self._spots]
+        for least in cdsp.sizes:  # more instances have more slots, and all of them enough
+            chunks = cdsp.plan(prompt, free_ns, self._rate, least=least)
+            if (shares := self._shares(chunks)) is not None:
+                return self._plan(request, chunks, shares, placed, cost)
+        raise AssertionError("there was room")
+
+    def _cdsp(self, cost: CostView) -> Cdsp:
+        count = len(self._spots)
+        sizes = sorted({1 << exponent for exponent in range(count.bit_length())} | {count})
+        costs = tuple([(size, cost.exact(size, self._tp)) for size in sizes])
+        return _planner(self._servers, costs, self._options.min_chunk, self._options.chunked)
+
+    def _shares(self, chunks: Sequence[Chunk]) -> list[list[int]] | None:
+        """Tokens of each member of each chunk, as even as slots allow; None if they do not."""
+        free = [it.free for it in self._spots]
+        shares = []
+        for chunk in chunks:
+            parts = level_shares(chunk.length, [free[it] for it in chunk.members])
+            if parts is None:
+                return None
+            for member, part in zip(chunk.members, parts, strict=True):
+                free[member] -= part
+            shares.append(parts)
+        return shares
+
+    def _plan(
+        self,
+        request: RequestView,
+        chunks: Sequence[Chunk],
+        shares: Sequence[Sequence[int]],
+        placed: Placed,
+        cost: CostView,
+    ) -> StartPlan:
+        steps = [
+            self._step(request, chunk, parts, cost)
+            for chunk, parts in zip(chunks, shares, strict=True)
+        ]
+        self._decode.take(placed, request.output_tokens)
+        decode = (DecodePlacement(request.id, placed.shares, placed.master),)
+        return StartPlan(steps=tuple(steps), decode=decode)
+
+    def _step(
+        self, request: RequestView, chunk: Chunk, parts: Sequence[int], cost: CostView
+    ) -> PlannedStep:
+        used: list[tuple[Spot, int]] = [
+            (self._spots[member], part)
+            for member, part in zip(chunk.members, parts, strict=True)
+            if part
+        ]
+        group, tokens = [spot for spot, _ in used], [part for _, part in used]
+        choice = cost.best(request.cls, self._prefill.shape(group), chunk.start, chunk.length)
+        self._prefill.start_long(request, group, tokens, choice.time_ns)
+        return PlannedStep(
+            group=tuple([it.id for it in group]),
+            bounds=bounds_of(tokens),
+            pieces=(PlannedPiece(request.id, chunk.start, chunk.length),),
+            strategy=choice.strategy,
+            predicted_ns=choice.time_ns,
+        )
+
+
+@lru_cache(maxsize=8)
+def _planner(
+    servers: tuple[int, ...],
+    costs: tuple[tuple[int, StepTimes], ...],
+    min_chunk: int,
+    chunked: bool,
+) -> Cdsp:
+    """Worked out once for a gang and its latencies."""
+    return Cdsp(servers, dict(costs), min_chunk=min_chunk, chunked=chunked)
