@@ -1,10 +1,9 @@
 """What sparse SP-NTP sends (CSPS §3.2.4): kept rows once to each owner of their heads, and outputs
 of kept queries back from every level.
 
-Levels are disjoint. At level v the members of a segment own its heads in equal shares; queries of
-all parts but those of its first level-(v-1) segment go there, and keys and values of all but those
-of its last one. What an owner got for a nearer level is not sent again. In the layer before one
-that drops, importance travels as well. Micro-partitions cut messages and add no bytes.
+Whose queries, keys and values go where at each level `level_masks` says. What an owner got for a
+nearer level is not sent again. In the layer before one that drops, importance travels as well.
+Micro-partitions cut messages and add no bytes.
 
 Under tensor parallelism the ranks of equal place in their instances exchange their share of the
 heads, and each instance sums the output projection.
@@ -15,20 +14,20 @@ Shape suffixes: o owners of heads, p parts (one per member), h query heads, g KV
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from csps.configurator.level_masks import Mask, level_masks
 from csps.configurator.shapes import AttentionShape, head_shares
 from csps.configurator.traffic import Traffic, instance_sums
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, kept_tokens
 from csps.protocols.even_share import even_share
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.topology import Segments, Topology
+from csps.protocols.topology import Topology
 
-Mask = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
 
@@ -176,27 +175,8 @@ class _Peers:
 
     def _levels(self) -> Iterator[tuple[int, Mask, Mask]]:
         """(level, queries, keys) that each owner needs of each other part, near levels first."""
-        segments = self._plan.segments()
-        for level, here in enumerate(segments, start=1):
-            seeing, seen = _sights(here, segments[level - 2] if level > 1 else None)
-            owned_oh, owned_og = self._owned(here)
-            together = _together(here)
-            yield (
-                level,
-                (together & seeing)[:, :, None] & owned_oh[:, None, :],
-                (together & seen)[:, :, None] & owned_og[:, None, :],
-            )
-
-    def _owned(self, segments: Segments) -> tuple[Mask, Mask]:
-        members = len(self._spts)
-        owned_oh = np.zeros((members, len(self._queries)), bool)
-        owned_og = np.zeros((members, len(self._keys)), bool)
-        for segment in segments:
-            shares = head_shares(len(self._queries), len(self._keys), len(segment))
-            for member, (queries, keys) in zip(segment, shares, strict=True):
-                owned_oh[member, queries.start : queries.stop] = True
-                owned_og[member, keys.start : keys.stop] = True
-        return owned_oh, owned_og
+        for it in level_masks(self._plan.segments(), len(self._queries), len(self._keys)):
+            yield it.level, it.queries_oph, it.keys_opg
 
     def _kept(self, level: int) -> tuple[Counts, Counts]:
         """Tokens of each part for each query head and KV head."""
@@ -224,31 +204,6 @@ class _Peers:
         """Tokens of each member."""
         for stop, tokens in zip(accumulate(self._spts), self._spts, strict=True):
             yield range(stop - tokens, stop)
-
-
-def _sights(segments: Segments, nearer: Segments | None) -> tuple[Mask, Mask]:
-    """Parts that see something at a level, and parts that are seen, each (p,).
-
-    Level 1 is seen causally, by every part; farther ones see what precedes their nearer segment.
-    """
-    members = segments[-1].stop
-    seeing = np.ones(members, bool)
-    seen = np.ones(members, bool)
-    if nearer is None:
-        return seeing, seen
-    for segment in segments:
-        inner = [run for run in nearer if run.start in segment]
-        seeing[inner[0].start : inner[0].stop] = False
-        seen[inner[-1].start : inner[-1].stop] = False
-    return seeing, seen
-
-
-def _together(segments: Iterable[range]) -> Mask:
-    """(o, p): owner and part share a segment and are not the same member."""
-    label = np.concatenate([np.full(len(run), number) for number, run in enumerate(segments)])
-    together: Mask = np.equal.outer(label, label)
-    np.fill_diagonal(together, False)
-    return together
 
 
 def _tokens(wanted: Mask, counts: Counts) -> NDArray[np.float64]:

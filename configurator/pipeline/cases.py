@@ -1,0 +1,141 @@
+"""Layers to simulate: what the configurations of one call differ in, as arrays.
+
+Shape suffixes: c configurations, p parts (one per member), g KV heads, v levels (level 1 first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from csps.configurator.phase_times import PhaseTimes
+from csps.configurator.pipeline.program import Mask, Numbers, Seconds
+from csps.configurator.pipeline.wiring import Wiring
+from csps.configurator.shapes import AttentionShape
+from csps.protocols.topology import Segments, Topology
+
+LSE_BYTES = 4
+ROUNDING = 1e-9
+"""As in `protocols.csa.kept_tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedGroup:
+    """Who computes a prompt, on what.
+
+    Of instances of several ranks those of equal place are simulated, with their share of the heads:
+    the others do the same at the same time.
+    """
+
+    shape: AttentionShape
+    """Of the whole model."""
+    locations: tuple[str, ...]
+    """Rack-Server-GPU id of each instance, ascending."""
+    tp: int = 1
+    times: PhaseTimes
+    """Of a rank with its share of the heads."""
+    wiring: Wiring
+    """Between ranks of equal place."""
+    itemsize: int = 4
+    """Bytes of an element of the model's dtype."""
+    cores_of: tuple[int, ...] | None = None
+    """The set of cores of each rank; None gives each a core of its own."""
+    cores: tuple[float, ...] = ()
+    """How many each set has."""
+
+    @property
+    def members(self) -> int:
+        """How many parts a prompt is cut into."""
+        return len(self.locations)
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a rank."""
+        return self.shape.heads // self.tp
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a rank."""
+        return self.shape.kv_heads // self.tp
+
+    def segments(self, levels: int) -> tuple[Segments, ...]:
+        """Raises ConfigError for more levels than the locations tell apart."""
+        return Topology.of(self.locations).levels(levels)
+
+    def machine(self) -> tuple[Sequence[int], Sequence[float]]:
+        """The set of cores of each rank, and how many each has."""
+        if self.cores_of is None:
+            return range(self.members), [1.0] * self.members
+        return self.cores_of, self.cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCases:
+    """One layer of each configuration; all have the same number of levels."""
+
+    levels: int
+    ratios_cgv: Seconds
+    """Drop ratios; 0 at level 1, and everywhere in a layer that drops nothing."""
+    micro_cv: Numbers
+    """M of each level."""
+    judges_c: Mask
+    """The next layer drops by what this one attends to."""
+    same_c: Mask
+    """This layer drops by what it attends to itself."""
+    window_c: Numbers
+    """Of the last queries, which judge."""
+    sinks_c: Numbers
+    tail_c: Numbers
+    drop_queries: bool = True
+    pipelined: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.ratios_cgv.shape[2] == self.micro_cv.shape[1] == self.levels, "levels differ"
+        assert not self.ratios_cgv[:, :, 0].any(), "level 1 never drops"
+
+    def __len__(self) -> int:
+        return len(self.micro_cv)
+
+    @property
+    def drops_c(self) -> Mask:
+        """Whether a layer drops anything."""
+        return np.asarray(self.ratios_cgv.any(axis=(1, 2)))
+
+    def kept(self, spts: Sequence[int]) -> Numbers:
+        """(c, p, g, v) tokens of each part kept at each level (`actors.levels.schedule`).
+
+        Args:
+            spts: tokens of each member.
+        """
+        lengths_p = np.array(spts)
+        # Ratios that drop nothing keep all: 0 is not "what is never dropped, and the rest".
+        share_cpgv = (1.0 - self.ratios_cgv[:, None]) * lengths_p[None, :, None, None]
+        kept_cpgv = np.ceil(share_cpgv - ROUNDING).astype(np.int64)
+        kept: Numbers = np.maximum(kept_cpgv, self._always(lengths_p)[:, :, None, None])
+        return kept
+
+    def _always(self, lengths_p: Numbers) -> Numbers:
+        """(c, p) tokens that are never dropped."""
+        stops_p = np.cumsum(lengths_p)
+        starts_p = stops_p - lengths_p
+        sinks_cp = np.clip(self.sinks_c[:, None] - starts_p, 0, lengths_p)
+        first_c = stops_p[-1] - self.tail_c
+        tail_begins_cp = np.maximum(first_c[:, None] - starts_p, sinks_cp)
+        always: Numbers = sinks_cp + np.maximum(lengths_p - tail_begins_cp, 0)
+        return always
+
+    def windows(self, spts: Sequence[int]) -> Numbers:
+        """(c, p) of each part's queries, those that judge."""
+        lengths_p = np.array(spts)
+        after_p = lengths_p.sum() - np.cumsum(lengths_p)
+        rows: Numbers = np.clip(self.window_c[:, None] - after_p, 0, lengths_p)
+        return rows
+
+
+def even_lengths(total: Numbers, parts: Numbers, index: int) -> Numbers:
+    """`protocols.even_share` for arrays: tokens of part `index`, 0 where there are fewer parts."""
+    length = (index + 1) * total // parts - index * total // parts
+    lengths: Numbers = np.where(index < parts, length, 0)
+    return lengths

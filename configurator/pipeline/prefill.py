@@ -1,0 +1,156 @@
+"""Time to the first token on a group: T_a + T'_a of CSPS §3.2.6, for many configurations.
+
+T_a is summed over layers (Eq. 6); layers that are alike are simulated once. The model's last layer
+is computed for single rows only, so it has no pipeline; of T'_a = R L_in the R is the rest of every
+layer, for the rows of the member that has most.
+
+Shape suffix c: configurations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
+from csps.configurator.pipeline.ntp import simulate_ntp
+from csps.configurator.pipeline.program import Seconds
+from csps.configurator.pipeline.tp import simulate_tp
+from csps.protocols.csa import ALL_QUERIES, CsaPlan
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.even_share import even_share
+
+
+class _Kind(NamedTuple):
+    """Layers of one kind share a program."""
+
+    tp: bool
+    levels: int
+    drop_queries: bool
+    pipelined: bool
+
+
+class _LayerProblem(NamedTuple):
+    """What a layer's time depends on beside its kind."""
+
+    ratios: tuple[tuple[float, ...], ...]
+    """[KV head][level - 1]."""
+    micro: tuple[int, ...]
+    judges: bool
+    same: bool
+    window: int
+    sinks: int
+    tail: int
+
+
+def can_simulate(settings: CsaSettings) -> bool:
+    """Nested levels and importance judged by all queries are for comparison, and not predicted."""
+    return not settings.nested and (settings.importance_window != ALL_QUERIES or settings.lossless)
+
+
+def prefill_seconds(
+    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
+) -> Seconds:
+    """(c,) T_a + T'_a of a prompt that is cut evenly over the group.
+
+    Args:
+        configurations: with a strategy each; exact SP-NTP is one level, not pipelined.
+        tokens: of the prompt, at least one for each member.
+    """
+    attention_c = attention_seconds(group, configurations, tokens)
+    longest = np.array(max(_spts(group, tokens)), float)
+    times, layers = group.times, group.shape.layers
+    rest = layers * times.rest.seconds(longest) + times.qkv.seconds(longest)
+    seconds: Seconds = attention_c + rest
+    return seconds
+
+
+def attention_seconds(
+    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
+) -> Seconds:
+    """(c,) T_a, of all layers but the last."""
+    spts = _spts(group, tokens)
+    needed: dict[_Kind, dict[_LayerProblem, int]] = defaultdict(dict)
+    layers_of = []
+    for settings in configurations:
+        assert can_simulate(settings), f"not simulated: {settings}"
+        layers = _layers(group, settings, max(spts))
+        for kind, problem in layers:
+            needed[kind].setdefault(problem, len(needed[kind]))
+        layers_of.append(layers)
+    seconds = {kind: _simulated(group, kind, list(found), spts) for kind, found in needed.items()}
+    return np.array(
+        [
+            sum(
+                times * seconds[kind][needed[kind][problem]]
+                for (kind, problem), times in layers.items()
+            )
+            for layers in layers_of
+        ],
+        float,
+    )
+
+
+def _spts(group: SimulatedGroup, tokens: int) -> list[int]:
+    return [len(even_share(tokens, group.members, member)) for member in range(group.members)]
+
+
+def _layers(
+    group: SimulatedGroup, settings: CsaSettings, longest_spt: int
+) -> Counter[tuple[_Kind, _LayerProblem]]:
+    """The layers of a configuration but the last, by what their times depend on."""
+    tp = settings.strategy in ("tp", "tp_flat")
+    plan = settings.for_group(
+        group.locations, layers=group.shape.layers, longest_spt=longest_spt, every_query=tp
+    )
+    kind = _Kind(tp, plan.levels, plan.drop_queries, plan.pipelined)
+    return Counter((kind, _problem(group, plan, layer)) for layer in range(group.shape.layers - 1))
+
+
+def _problem(group: SimulatedGroup, plan: CsaPlan, layer: int) -> _LayerProblem:
+    last = group.shape.layers - 1
+    of_layer, same = plan.layer_group(layer), plan.importance_layer == "same"
+    drops = _drops(plan, layer, last)
+    judges = not same and _drops(plan, layer + 1, last)
+    levels = range(1, plan.levels + 1)
+    ratios = tuple(
+        tuple(of_layer.drop_ratio(level, head) if drops else 0.0 for level in levels)
+        for head in range(group.kv_heads)
+    )
+    judging = judges or drops
+    return _LayerProblem(
+        ratios=ratios,
+        micro=tuple(of_layer.micro(level) for level in levels),
+        judges=judges,
+        same=drops and same,
+        window=plan.importance_window if judging else 1,
+        sinks=plan.sinks if drops else 0,
+        tail=plan.tail if drops else 0,
+    )
+
+
+def _drops(plan: CsaPlan, layer: int, last: int) -> bool:
+    """The first layer and the last never do (`actors.levels.schedule`)."""
+    return 0 < layer < last and any(map(any, plan.layer_group(layer).drop_ratios))
+
+
+def _simulated(
+    group: SimulatedGroup, kind: _Kind, problems: Sequence[_LayerProblem], spts: Sequence[int]
+) -> Seconds:
+    cases = LayerCases(
+        levels=kind.levels,
+        ratios_cgv=np.array([it.ratios for it in problems], float),
+        micro_cv=np.array([it.micro for it in problems], np.int64),
+        judges_c=np.array([it.judges for it in problems], np.bool_),
+        same_c=np.array([it.same for it in problems], np.bool_),
+        window_c=np.array([it.window for it in problems], np.int64),
+        sinks_c=np.array([it.sinks for it in problems], np.int64),
+        tail_c=np.array([it.tail for it in problems], np.int64),
+        drop_queries=kind.drop_queries,
+        pipelined=kind.pipelined,
+    )
+    simulate = simulate_tp if kind.tp else simulate_ntp
+    return simulate(group, cases, spts).makespan_c

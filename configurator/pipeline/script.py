@@ -1,0 +1,122 @@
+"""Writing a program: what each rank does, one op after the other, with its durations.
+
+Shape suffixes as in `program` and `wiring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from csps.configurator.pipeline.program import (
+    Durations,
+    Machine,
+    Mask,
+    Op,
+    Outcome,
+    Program,
+    Seconds,
+)
+from csps.configurator.pipeline.simulate import simulate
+from csps.configurator.pipeline.wiring import Wiring
+
+
+class Script:
+    """Of one layer of some configurations."""
+
+    def __init__(self, wiring: Wiring, filler_crf: Seconds) -> None:
+        self._wiring, self._filler_crf = wiring, filler_crf
+        self._configurations = len(filler_crf)
+        self._ops: list[list[tuple[Op, int]]] = [[] for _ in range(wiring.ranks)]
+        self._columns: list[list[Seconds]] = [[] for _ in range(wiring.ranks)]
+        self._wire_seconds: list[Seconds] = []
+        self._senders: list[Mask] = []
+        self._receivers: list[Mask] = []
+        self._after: list[int] = []
+
+    def compute(self, seconds_cr: Seconds) -> None:
+        """All ranks compute."""
+        for rank in range(self._wiring.ranks):
+            self.compute_on(rank, seconds_cr[:, rank])
+
+    def compute_on(self, rank: int, seconds_c: Seconds) -> None:
+        """One of them does."""
+        if seconds_c.any():
+            self._ops[rank].append((Op.COMPUTE, len(self._columns[rank])))
+            self._columns[rank].append(seconds_c)
+
+    def exchange(self, bytes_csr: Seconds, pairs_sr: Mask, *, after: int = -1) -> int:
+        """Its number; each rank says for itself when it begins it.
+
+        Args:
+            pairs_sr: who may send to whom, in whichever configuration.
+            after: the exchange of which this one passes something on.
+        """
+        senders_ws, receivers_wr = self._wiring.members(pairs_sr)
+        self._wire_seconds.append(self._wiring.seconds(bytes_csr))
+        self._senders.append(senders_ws)
+        self._receivers.append(receivers_wr)
+        self._after.append(after)
+        return len(self._after) - 1
+
+    def do(self, op: Op, exchange: int = 0) -> None:
+        """All ranks do."""
+        for rank in range(self._wiring.ranks):
+            self.do_on(rank, op, exchange)
+
+    def do_on(self, rank: int, op: Op, exchange: int = 0) -> None:
+        """One of them does."""
+        self._ops[rank].append((op, exchange))
+
+    def post(self, bytes_csr: Seconds, pairs_sr: Mask) -> int:
+        """An exchange that all ranks begin here."""
+        exchange = self.exchange(bytes_csr, pairs_sr)
+        self.do(Op.POST, exchange)
+        return exchange
+
+    def run(self, cores_of: Iterable[int], cores: Iterable[float]) -> Outcome:
+        """Simulate it.
+
+        Args:
+            cores_of: the set of cores of each rank.
+            cores: how many each set has.
+        """
+        machine = Machine(
+            latency_w=self._wiring.latency_w,
+            cores_of_r=np.array(list(cores_of), np.int64),
+            cores_d=np.array(list(cores), float),
+        )
+        return simulate(self._program(), self._durations(), machine)
+
+    def _program(self) -> Program:
+        ranks, wires = self._wiring.ranks, self._wiring.wires
+        places = max(map(len, self._ops))
+        # What is left of a shorter program is the end of its filler, of which there is none.
+        ops_rp = np.full((ranks, places), int(Op.FILL))
+        arguments_rp = np.zeros((ranks, places), np.int64)
+        for rank, ops in enumerate(self._ops):
+            for place, (op, argument) in enumerate(ops):
+                ops_rp[rank, place], arguments_rp[rank, place] = op, argument
+        none = np.zeros((0, wires, ranks), np.bool_)
+        return Program(
+            ops_rp=ops_rp,
+            arguments_rp=arguments_rp,
+            senders_ewr=np.stack(self._senders) if self._senders else none,
+            receivers_ewr=np.stack(self._receivers) if self._receivers else none,
+            after_e=np.array(self._after, np.int64),
+        )
+
+    def _durations(self) -> Durations:
+        configurations, wires = self._configurations, self._wiring.wires
+        compute_crk = np.zeros((configurations, self._wiring.ranks, max(map(len, self._columns))))
+        for rank, columns in enumerate(self._columns):
+            for column, seconds_c in enumerate(columns):
+                compute_crk[:, rank, column] = seconds_c
+        none = np.zeros((configurations, wires, 0))
+        seconds = self._wire_seconds
+        return Durations(
+            compute_crk=compute_crk,
+            filler_crf=self._filler_crf,
+            wires_cwe=np.stack(seconds, axis=2) if seconds else none,
+        )

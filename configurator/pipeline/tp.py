@@ -1,0 +1,317 @@
+"""SP-TP's pipeline as this engine runs it (CSPS §3.2.5, Fig. 9b).
+
+Rows are gathered along trees that enter each server once, near members first; a rank projects and
+attends to what has come, own heads only, and hands a micro-partition of outputs on, in ascending
+order of rows, as soon as its last keys have come. The sums go up the same trees.
+
+Of the series of Eq. 7, T_1st_a2a is here the all-gather and T_2nd_a2a the reduce-scatter. Drop
+ratios shorten T_attn alone: all queries are computed and all rows sent.
+
+Shape suffixes: c configurations, r ranks, j owners of keys, g KV heads, s senders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup, even_lengths
+from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Seconds
+from csps.configurator.pipeline.script import Script
+from csps.configurator.shapes import head_shares
+from csps.protocols.topology import Topology
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A micro-partition of an owner's rows."""
+
+    owner: int
+    micro: int
+
+
+def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> Outcome:
+    """One layer of each configuration.
+
+    Args:
+        spts: tokens of each member.
+    """
+    return _TpLayer(group, cases, spts).run()
+
+
+def gates(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> dict[int, int]:
+    """From whom each taker gets an owner's rows, and to whom its sums go: the owner, or the gate of
+    its server (`actors.collectives.row_tree`)."""
+    parents = {}
+    place = servers[: owner + 1].count(servers[owner]) - 1
+    for member in takers:
+        inside = [peer for peer in takers if servers[peer] == servers[member]]
+        gate = owner if servers[member] == servers[owner] else inside[place % len(inside)]
+        parents[member] = gate if member != gate else owner
+    parents.pop(owner, None)
+    return parents
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Rows to the keys of some owners; of their own up to themselves."""
+
+    rows: Rows
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """Rows are waited for and projected."""
+
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class HandOn:
+    """The attention of rows is complete."""
+
+    rows: Rows
+
+
+Step = Arrive | Attend | HandOn
+
+
+def near_to_far(distances: Sequence[int], micros: int) -> Iterator[Step]:
+    """What a rank does, in order (`actors.strategies.sp_tp_schedule`).
+
+    Args:
+        distances: of each owner from the rank.
+        micros: micro-partitions of each owner's rows.
+    """
+    owners = sorted(range(len(distances)), key=lambda owner: (distances[owner], owner))
+    unseen = {owner: set(range(owner + 1)) for owner in owners}
+    to_go = deque(Rows(owner, micro) for owner in range(len(distances)) for micro in range(micros))
+    seen_by = {rows: set[int]() for rows in to_go}
+
+    def attend(rows: Rows, keys: Iterable[int]) -> Iterator[Step]:
+        new = sorted(unseen[rows.owner].intersection(keys) - seen_by[rows])
+        if new:
+            yield Attend(rows, tuple(new))
+            seen_by[rows].update(new)
+        while to_go and seen_by[to_go[0]] == unseen[to_go[0].owner]:
+            yield HandOn(to_go.popleft())
+
+    here: list[int] = []
+    for _, stage in groupby(owners, key=lambda owner: distances[owner]):
+        nearer, coming = sorted(here), list(stage)
+        for owner in coming:
+            here.append(owner)
+            for micro in range(micros):
+                yield Arrive(Rows(owner, micro))
+                yield from attend(Rows(owner, micro), here)
+        for owner in nearer:
+            for micro in range(micros):
+                yield from attend(Rows(owner, micro), coming)
+
+
+class _TpLayer:
+    def __init__(self, group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> None:
+        assert len(spts) == group.members, f"{len(spts)} SPTs for {group.members} members"
+        assert (cases.window_c > 0).all(), "judging by all queries is not simulated"
+        assert not cases.same_c.any(), "SP-TP judges by the layer before"
+        micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
+        self._group, self._cases, self._spts = group, cases, np.array(spts)
+        self._micro_c = micro_cv[:, 0]
+        self._micros = int(self._micro_c.max())
+        self._kept_cpgv = replace(cases, drop_queries=False).kept(spts)
+        self._segments = group.segments(cases.levels)
+        topology = Topology.of(group.locations)
+        self._servers = [place.server_id for place in topology.locations]
+        self._shares = list(head_shares(group.heads, group.kv_heads, group.members))
+        self._takers = [rank for rank, (queries, _) in enumerate(self._shares) if queries]
+        self._parents = [
+            gates(owner, self._servers, self._takers) for owner in range(group.members)
+        ]
+        self._script = Script(group.wiring, np.zeros((len(cases), group.members, 0)))
+        self._brings: dict[tuple[Rows, int], int] = {}
+        """The exchange that brings rows to a rank."""
+        self._sums: dict[Rows, tuple[int, int]] = {}
+        """Exchanges of their outputs: to the gates, and to the owner."""
+
+    def run(self) -> Outcome:
+        gathered = self._gather()
+        self._reduce()
+        for rank in range(self._group.members):
+            for exchange in gathered:
+                self._script.do_on(rank, Op.POST, exchange)
+            if not self._cases.pipelined:
+                for exchange in gathered:
+                    self._script.do_on(rank, Op.STAND, exchange)
+            self._script.compute_on(rank, self._own_keys(rank))
+            self._work(rank)
+            self._finish(rank)
+        return self._script.run(*self._group.machine())
+
+    # --- exchanges ------------------------------------------------------------------------------
+
+    def _parts(self) -> list[Rows]:
+        """First parts of all owners before any second one."""
+        return [
+            Rows(owner, micro)
+            for micro in range(self._micros)
+            for owner in range(self._group.members)
+        ]
+
+    def _gather(self) -> list[int]:
+        """Numbers of the all-gather's exchanges: inside the owners' servers, then of all parts
+        those to other servers and on from there."""
+        numbers = []
+        for rows in self._parts():
+            near = [r for r in self._parents[rows.owner] if self._near(rows.owner, r)]
+            numbers.append(self._spread(rows, [(rows.owner, r) for r in near]))
+        for rows in self._parts():
+            parents = self._parents[rows.owner]
+            far = [(s, r) for r, s in parents.items() if s == rows.owner and not self._near(s, r)]
+            behind = [(s, r) for r, s in parents.items() if s != rows.owner]
+            first = self._spread(rows, far)
+            numbers += [first, self._spread(rows, behind, after=first)]
+        return numbers
+
+    def _spread(self, rows: Rows, pairs: Sequence[tuple[int, int]], after: int = -1) -> int:
+        number = self._script.exchange(*self._message(rows, pairs), after=after)
+        for _, receiver in pairs:
+            self._brings[rows, receiver] = number
+        return number
+
+    def _reduce(self) -> None:
+        """The reduce-scatter's exchanges, in ascending order of rows."""
+        for rows in sorted(self._parts(), key=lambda it: (it.owner, it.micro)):
+            parents = self._parents[rows.owner].items()
+            up = [(member, gate) for member, gate in parents if gate != rows.owner]
+            home = [(member, gate) for member, gate in parents if gate == rows.owner]
+            first = self._script.exchange(*self._message(rows, up))
+            second = self._script.exchange(*self._message(rows, home), after=first)
+            self._sums[rows] = first, second
+
+    def _message(self, rows: Rows, pairs: Sequence[tuple[int, int]]) -> tuple[Seconds, Mask]:
+        members = self._group.members
+        pairs_sr = np.zeros((members, members), np.bool_)
+        for sender, receiver in pairs:
+            pairs_sr[sender, receiver] = True
+        row = self._group.shape.hidden * self._group.itemsize
+        bytes_c = (self._rows(rows) * row).astype(float)
+        return bytes_c[:, None, None] * pairs_sr, pairs_sr
+
+    def _near(self, one: int, other: int) -> bool:
+        return self._servers[one] == self._servers[other]
+
+    # --- a rank's own way -----------------------------------------------------------------------
+
+    def _work(self, rank: int) -> None:
+        if rank not in self._takers:
+            self._only_collect(rank)
+            return
+        steps = near_to_far(self._distances(rank), self._micros)
+        handed_on = []
+        for step in steps:
+            match step:
+                case Arrive(rows):
+                    if (number := self._brings.get((rows, rank))) is not None:
+                        self._script.do_on(rank, Op.WAIT, number)
+                    self._script.compute_on(rank, self._projection(rank, rows))
+                case Attend(rows, owners):
+                    self._script.compute_on(rank, self._attention(rank, rows, owners))
+                case HandOn(rows):
+                    self._script.compute_on(rank, self._output(rank, rows))
+                    if self._cases.pipelined:
+                        self._begin_sums(rank, rows)
+                    else:
+                        handed_on.append(rows)
+        for rows in handed_on:
+            self._begin_sums(rank, rows)
+        self._script.compute_on(rank, self._judging(rank))
+
+    def _only_collect(self, rank: int) -> None:
+        for micro in range(self._micros):
+            self._begin_sums(rank, Rows(rank, micro))
+
+    def _begin_sums(self, rank: int, rows: Rows) -> None:
+        for number in self._sums[rows]:
+            self._script.do_on(rank, Op.POST, number)
+
+    def _finish(self, rank: int) -> None:
+        wait = Op.WAIT if self._cases.pipelined else Op.STAND
+        own = [Rows(rank, micro) for micro in range(self._micros)]
+        for rows in own if self._cases.pipelined else self._sums:
+            for number in self._sums[rows]:
+                self._script.do_on(rank, wait, number)
+
+    def _distances(self, rank: int) -> list[int]:
+        """Of each owner: 0 itself, 1 same server, 2 same rack, 3 beyond."""
+        rack, _ = self._servers[rank]
+        return [
+            0 if owner == rank else 3 - (server[0] == rack) - (server == self._servers[rank])
+            for owner, server in enumerate(self._servers)
+        ]
+
+    # --- durations, each (c,) -------------------------------------------------------------------
+
+    def _rows(self, rows: Rows) -> Numbers:
+        return even_lengths(self._spts[rows.owner], self._micro_c, rows.micro)
+
+    def _own_keys(self, rank: int) -> Seconds:
+        """Keys and values of own rows, all heads, for the pool."""
+        shape = self._group.shape
+        share = 2 * shape.kv_width / (shape.width + 2 * shape.kv_width)
+        tokens_c = np.full(len(self._cases), float(self._spts[rank]))
+        return self._group.times.qkv.seconds(tokens_c) * share
+
+    def _projection(self, rank: int, rows: Rows) -> Seconds:
+        return self._group.times.qkv.seconds(self._rows(rows).astype(float)) * self._share(rank)
+
+    def _output(self, rank: int, rows: Rows) -> Seconds:
+        return self._group.times.linear.seconds(self._rows(rows).astype(float)) * self._share(rank)
+
+    def _share(self, rank: int) -> float:
+        return len(self._shares[rank][0]) / self._group.heads
+
+    def _attention(self, rank: int, rows: Rows, owners: Sequence[int]) -> Seconds:
+        queries, keys = self._shares[rank]
+        rows_c = self._rows(rows)
+        per_kv_head = self._group.heads // self._group.kv_heads
+        pairs_c = np.zeros(len(self._cases), np.int64)
+        for head in keys:
+            served = len(
+                range(
+                    max(queries.start, head * per_kv_head),
+                    min(queries.stop, (head + 1) * per_kv_head),
+                )
+            )
+            for owner in owners:
+                pairs_c += served * self._seen(rows, rows_c, owner, head)
+        dropping = self._cases.drops_c
+        calls_c = np.where(rows_c > 0, np.where(dropping, len(owners), 1), 0)
+        return self._group.times.attention.seconds(
+            calls_c.astype(float), (rows_c * len(queries)).astype(float), pairs_c.astype(float)
+        )
+
+    def _seen(self, rows: Rows, rows_c: Numbers, owner: int, head: int) -> Numbers:
+        """Pairs of rows with an owner's keys of one KV head."""
+        if owner == rows.owner:
+            begin_c = rows.micro * self._spts[owner] // self._micro_c
+            end_c = begin_c + rows_c
+            own: Numbers = (end_c * (end_c + 1) - begin_c * (begin_c + 1)) // 2
+            return own
+        level = next(
+            number
+            for number, segments in enumerate(self._segments, start=1)
+            if any(rows.owner in members and owner in members for members in segments)
+        )
+        far: Numbers = rows_c * self._kept_cpgv[:, owner, head, level - 1]
+        return far
+
+    def _judging(self, rank: int) -> Seconds:
+        """Of all keys, by own heads, in the layer before one that drops."""
+        window_c = np.minimum(self._cases.window_c, self._spts.sum()) * self._cases.judges_c
+        pairs_c = window_c * self._spts.sum() * len(self._shares[rank][0])
+        return self._group.times.importance.seconds(pairs_c.astype(float))

@@ -1,0 +1,84 @@
+"""Groups, phase times and cases for tests of the pipeline simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
+from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
+from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
+from csps.configurator.shapes import AttentionShape
+from csps.protocols.csa import halving
+from csps.protocols.topology import Topology
+
+TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
+PLACES = [("0-0-0",), ("0-0-0", "0-0-1", "0-0-2"), TWO_SERVERS, (*TWO_SERVERS[:3], "1-0-0")]
+TIMES = PhaseTimes(
+    qkv=Line(fixed=1e-4, each=1e-7),
+    attention=AttentionTimes(call=2e-5, row=1e-8, pair=2e-9),
+    linear=Line(fixed=1e-4, each=1e-7),
+    rest=Line(each=2e-7),
+    select=Line(each=1e-8),
+    importance=Line(fixed=1e-5, each=2e-9),
+    merge=Line(fixed=1e-5, each=2e-9),
+    copy=Line(each=1e-10),
+)
+INSIDE = LinkSpeed(bytes_per_s=1.3e9, latency_s=5e-5)
+BETWEEN = LinkSpeed(bytes_per_s=1e8, latency_s=2e-4)
+
+
+def group(
+    locations: tuple[str, ...] = TWO_SERVERS,
+    *,
+    heads: int = 8,
+    kv_heads: int = 4,
+    layers: int = 4,
+    tp: int = 1,
+    inside: LinkSpeed = INSIDE,
+    between: LinkSpeed = BETWEEN,
+    times: PhaseTimes = TIMES,
+    cores: float | None = None,
+) -> SimulatedGroup:
+    """Ranks of equal speed; `cores` of them for all, if they share some."""
+    servers = [place.server_id for place in Topology.of(locations).locations]
+    return SimulatedGroup(
+        shape=AttentionShape(hidden=64, heads=heads, kv_heads=kv_heads, head_dim=16, layers=layers),
+        locations=locations,
+        tp=tp,
+        times=times,
+        wiring=Wiring.of_servers(servers, inside=inside, between=between),
+        cores_of=None if cores is None else (0,) * len(locations),
+        cores=() if cores is None else (cores,),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, of: SimulatedGroup, *, most: int = 4, micro: int = 5, judging: bool = True
+) -> LayerCases:
+    """Layers of several configurations of one number of levels."""
+    levels = draw(st.integers(1, len(Topology.of(of.locations).granularities)))
+    count = draw(st.integers(1, most))
+    ratios = [
+        halving([draw(st.sampled_from((0.0, 0.3, 0.9))) for _ in range(of.kv_heads)], levels)
+        for _ in range(count)
+    ]
+    ratios_cvg = np.array(ratios, float).reshape(count, levels - 1, of.kv_heads)
+    numbers = st.integers(1, micro)
+    small = st.integers(0, 9)
+    judges = st.booleans() if judging else st.just(False)
+    return LayerCases(
+        levels=levels,
+        ratios_cgv=np.concatenate(
+            [np.zeros((count, 1, of.kv_heads)), ratios_cvg], axis=1
+        ).transpose(0, 2, 1),
+        micro_cv=np.array([[draw(numbers) for _ in range(levels)] for _ in range(count)]),
+        judges_c=np.array([draw(judges) for _ in range(count)]),
+        same_c=np.array([draw(judges) for _ in range(count)]),
+        window_c=np.array([draw(st.integers(1, 9)) for _ in range(count)]),
+        sinks_c=np.array([draw(small) for _ in range(count)]),
+        tail_c=np.array([draw(small) for _ in range(count)]),
+        drop_queries=draw(st.booleans()),
+        pipelined=draw(st.booleans()),
+    )
