@@ -15,7 +15,6 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     ENGINE_NAMES,
-    RINGS,
     SPARSE,
     StrategyChoice,
     StrategyChoices,
@@ -41,9 +40,6 @@ class StrategyRules:
         return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
 
     def _answer(self, asked: StrategyQuestion) -> StrategyChoice:
-        if asked.strategy is not None:
-            assert asked.strategy in RINGS, "the cost table chooses between rings"
-            return _as_asked(asked.strategy, asked.strategy)
         places = [
             f"0-{server}-{place}"
             for server, instances in enumerate(asked.servers)
@@ -68,7 +64,9 @@ class StrategyRules:
             options = exact_options(self._shape, shape, tokens, link_ratio=self._link_ratio)
             return self._least(options, len(group.locations))
         if csa.strategy is not None:
-            return _as_asked(csa.strategy, ENGINE_NAMES[csa.strategy])
+            return StrategyChoice(
+                strategy=ENGINE_NAMES[csa.strategy], reason=f"strategy '{csa.strategy}' as asked"
+            )
         if csa.ntp_only:
             return StrategyChoice(strategy=SPARSE, reason=f"SP-NTP, which {csa.ntp_only} needs")
         return self._sparse(csa, group, tp, tokens)
@@ -102,10 +100,6 @@ class StrategyRules:
                 f"{instances} instance{'s' * (instances > 1)}{counted}: {figures}"
             ),
         )
-
-
-def _as_asked(name: str, strategy: str) -> StrategyChoice:
-    return StrategyChoice(strategy=strategy, reason=f"strategy '{name}' as asked")
 
 
 def even_spts(tokens: int, members: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +23,8 @@ RINGS: tuple[Ring, ...] = ("ring_kv", "ring_q")
 AskedRing = Literal["ring_kv", "ring_q", "ring"]
 """As a request may ask for it; "ring" is whichever variant is better for its prefill."""
 ASKED_RINGS: tuple[AskedRing, ...] = (*RINGS, "ring")
+RING_CLASSES: Mapping[str, AskedRing] = {f"{it}/exact": it for it in ASKED_RINGS}
+"""Classes of requests that ask for a ring, by the scheduler's names for them."""
 EXACT, SPARSE = "ulysses", "csa"
 """Strategies of requests about which nothing has been compared yet."""
 LEVELS = "levels"
@@ -62,7 +65,8 @@ class RequestClass:
         """The scheduler's name of the class: what it runs by while its bucket of the cost table is
         cold, and a digest of the rest."""
         if self.csa is None:
-            return AUTO if self.strategy is None else f"{self.strategy}/exact"
+            asked = (key for key, ring in RING_CLASSES.items() if ring == self.strategy)
+            return next(asked, AUTO)
         digest = hashlib.sha256(msgspec.json.encode(self.csa, order="deterministic"))
         fixed = self.csa.strategy
         cold = SPARSE if fixed is None else ENGINE_NAMES[fixed]
@@ -91,7 +95,6 @@ class StrategyQuestion:
     """How shall requests of a class attend on groups of a shape? A bucket of the cost table."""
 
     csa: CsaSettings | None
-    strategy: AskedRing | None = None
     """Of the class."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""

@@ -209,10 +209,9 @@ class _Counts:
 
     def _ring_blocks(self, plan: RingPlan, member: int, source: int) -> int:
         """Of a member with a share that goes round: its queries and the share's keys, or the other
-        way round."""
+        way round; as if all queries of a piece that see any of the keys saw all."""
         pair = (member, source) if self._job.strategy == "ring_kv" else (source, member)
-        blocks = (block for blocks in plan.blocks(*pair).values() for block in blocks)
-        return sum(self._blocks(it.rows, self._rank_heads, it.key_count) for it in blocks)
+        return sum(self._blocks(rows, self._rank_heads, keys) for rows, keys in plan.sizes(*pair))
 
     def _csa(self, plan: CsaPlan, layer: int) -> Phases:
         """One for every micro-partition of the queries of an exchanged level. Own rows are computed

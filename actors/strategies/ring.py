@@ -46,12 +46,14 @@ class Rounds:
         self._pass_on()
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        for turn in range(self._group.size):
-            if self._coming is not None and turn:
+        size = self._group.size
+        for turn in range(size):
+            if turn:
+                assert self._coming is not None, "begun when the round before began"
                 transfer, self._share = self._coming
                 self._transfers.wait(transfer)
                 self._pass_on()
-            yield (self._group.member - turn) % self._group.size, self._share
+            yield (self._group.member - turn) % size, self._share
             self._group.points.close()
 
     def _pass_on(self) -> None:

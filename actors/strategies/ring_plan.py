@@ -6,7 +6,7 @@ queries (`ring_q`). Numbers of parts are derived from the same plan (`parts`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +76,22 @@ class RingPlan:
         held = (sum(history.values()) for history in self.history)
         return max(self.rows_of(member) + tokens for member, tokens in enumerate(held))
 
+    @cached_property
+    def _extents(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """By member and piece: rows, the first position and the one behind the last."""
+        return tuple(tuple(map(_extent, pieces)) for pieces in self.parts)
+
+    def sizes(self, asker: int, holder: int) -> Iterator[tuple[int, int]]:
+        """Of each piece of which a member's queries see any keys of a member's: how many queries,
+        and keys, of new tokens and of history. Cheaper than blocks, for all pairs of members."""
+        pairs = zip(self._extents[asker], self._extents[holder], strict=True)
+        for (rows, _, stop), (keys, first, _) in pairs:
+            if rows and keys and first < stop:
+                yield rows, keys
+        for index, tokens in self.history[holder].items():
+            if rows := self._extents[asker][index][0]:
+                yield rows, tokens
+
     def blocks(self, asker: int, holder: int) -> dict[int, list[Block]]:
         """By piece, what a member's queries see of a member's keys."""
         if (asker, holder) not in self._blocks:
@@ -102,6 +118,13 @@ class RingPlan:
             index: _union([block.queries for block in blocks])
             for index, blocks in self.blocks(asker, holder).items()
         }
+
+
+def _extent(parts: tuple[LocalPiece, ...]) -> tuple[int, int, int]:
+    if not parts:
+        return 0, 0, 0
+    rows = parts[-1].rows.stop - parts[0].rows.start
+    return rows, min(it.span.start for it in parts), max(it.span.stop for it in parts)
 
 
 def held_of(piece: PrefillPiece, instance: int) -> int:

@@ -15,11 +15,13 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     AUTO,
+    RING_CLASSES,
     RequestClass,
     StrategyChoice,
     StrategyChoices,
@@ -28,7 +30,7 @@ from csps.protocols.plans import (
 )
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.cost import BETTER_RING, Allowed, Bucket, Costs, CostTable
+from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
 from csps.services.scheduling.events import AnyEvent, Calibrated
 from csps.services.scheduling.latency import LatencyKey, LatencyTable
 from csps.services.scheduling.latency_refit import Refit
@@ -74,7 +76,7 @@ class CostBook:
         """What the scheduler looks things up in."""
         self._configure, self._keep = configure, keep
         self._tell: Callable[[AnyEvent], None] | None = None
-        self._classes: OrderedDict[str, RequestClass] = OrderedDict({AUTO: RequestClass()})
+        self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
         self._choices: dict[Bucket, StrategyChoice] = {}
         self._wanted: dict[Bucket, None] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -93,7 +95,7 @@ class CostBook:
 
     def know(self, cls: RequestClass) -> None:
         """A request of this class was submitted."""
-        self._classes[cls.key] = cls
+        self._classes[cls.key] = cls.csa
         self._classes.move_to_end(cls.key)
         if len(self._classes) > MAX_CLASSES:
             oldest = next(key for key in self._classes if key != AUTO)
@@ -117,8 +119,11 @@ class CostBook:
 
     def why(self, bucket: Bucket, strategy: str) -> str:
         """Why a step runs by this strategy, for people."""
-        if bucket.cls == BETTER_RING:
+        asked = RING_CLASSES.get(bucket.cls)
+        if asked == "ring":
             return f"'{strategy}', as the better ring {self._ring_rule(bucket)}"
+        if asked is not None:
+            return f"strategy '{asked}' as asked"
         known = self._choices.get(bucket)
         if known is not None and known.strategy == strategy:
             return known.reason
@@ -161,10 +166,8 @@ class CostBook:
             self._enter(chosen)
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
-        cls = self._classes[bucket.cls]
         return StrategyQuestion(
-            csa=cls.csa,
-            strategy=cls.strategy,
+            csa=self._classes[bucket.cls],
             servers=bucket.shape.servers,
             tp=bucket.shape.tp,
             tokens=max(1, 3 << bucket.exponent >> 1),

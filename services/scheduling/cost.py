@@ -20,14 +20,12 @@ import msgspec
 
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import Ring
+from csps.protocols.plans import RING_CLASSES, Ring
 from csps.protocols.ring_choice import RingRules
 
 EXACT = "exact"
 """The class of requests that allow exact attention only."""
 EXACT_STRATEGY = "ulysses"
-BETTER_RING = "ring/exact"
-"""The class of requests that take ring pass-KV or pass-Q, whichever is better."""
 QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
 MAX_COLD = 4_096
@@ -109,8 +107,9 @@ class CostTable:
 
     def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
         """The cheapest strategy that a class allows for `length` tokens after `history`."""
-        if cls == BETTER_RING:
-            ring = Allowed(self.ring(shape, history, length))
+        asked = RING_CLASSES.get(cls)
+        if asked is not None:
+            ring = Allowed(self.ring(shape, history, length) if asked == "ring" else asked)
             return Choice(self._time_ns(ring, shape, history, length), ring.strategy)
         allowed = self._allowed(cls, shape, length)
         if allowed is None:

@@ -126,16 +126,12 @@ def test_buckets_are_answered_in_their_order_and_for_their_groups() -> None:
             StrategyQuestion(csa=None, servers=(2, 2), tp=1, tokens=8192),
             StrategyQuestion(csa=None, servers=(1,), tp=1, tokens=8192),
             StrategyQuestion(csa=CsaSettings(), servers=(2, 2), tp=1, tokens=1),
-            StrategyQuestion(csa=None, strategy="ring_q", servers=(2,), tp=1, tokens=100),
         )
     )
     answer = rules.answer(asked)
     assert [it.strategy for it in answer.chosen[:2]] == ["sp_tp", "ulysses"]
     assert answer.chosen[0] == choose(WIDE)
-    assert len(answer.chosen) == 4
-    assert answer.chosen[3] == StrategyChoice(
-        strategy="ring_q", reason="strategy 'ring_q' as asked"
-    )
+    assert len(answer.chosen) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fake_gangs import FakeCell, FakeGang, fake_cell, turns, until
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import GangLost, InvalidRequest, TransferError
 from csps.protocols.messages import JoinBatch
+from csps.protocols.plans import ASKED_RINGS, AskedRing
 from csps.services.router.running import Running
 
 RIDING = {"token_budget": 100, "max_batch": 8}
@@ -159,6 +160,13 @@ async def test_sparse_attention_is_refused_where_prompts_are_computed_in_pieces(
     async with riding() as cell:
         with pytest.raises(InvalidRequest, match="whole prompts"):
             cell.submit(attention="csa", csa=CsaSettings())
+
+
+@pytest.mark.parametrize("strategy", ASKED_RINGS)
+async def test_rings_are_refused_there_as_well(strategy: AskedRing) -> None:
+    async with riding() as cell:
+        with pytest.raises(InvalidRequest, match=f"'{strategy}' is a strategy of prefill steps"):
+            cell.submit(strategy=strategy)
 
 
 async def test_a_crowd_of_riders_outlives_its_gang() -> None:

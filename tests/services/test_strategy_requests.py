@@ -206,9 +206,20 @@ async def test_rings_as_asked(narrow: Path) -> None:
             assert sent == pytest.approx(
                 (counted.cost(1.0) - sums.cost(1.0)) * (shape.layers - 1) * FP32, rel=0.01
             )
+            assert plan["reason"].endswith(f"; strategy '{strategy}' as asked")
             told = await ask(server, 20, strategy=strategy)
             assert told["csps"]["plan"]["strategy"] == strategy
             assert told["choices"][0]["text"] == said_by_transformers(narrow, 20)
+
+
+async def test_the_better_ring(narrow: Path) -> None:
+    async with deployed(narrow) as server:
+        told = await ask(server, 600, strategy="ring", attention="exact")
+        plan = told["csps"]["plan"]
+        assert (plan["attention"], plan["strategy"]) == ("exact", "ring_kv")
+        assert "as the better ring" in plan["reason"]
+        assert told["choices"][0]["text"] == said_by_transformers(narrow, 600)
+        await server.settled()
 
 
 def layers(first: int, stop: int, ratios: Sequence[float], *micro_partitions: int) -> LayerGroup:

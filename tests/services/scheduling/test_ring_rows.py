@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 from property_examples import examples
 
-from csps.services.scheduling.cost import cold_strategy
 from csps.services.scheduling.decisions import PlannedPiece, PlannedStep
 from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.policies.choice import make_policy
@@ -59,7 +58,6 @@ def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
 def test_policies_lay_them_out(policy: str, strategy: str) -> None:
     options = {"sp": 2} if policy == "fixed_sp" else {"spt_tokens": 500, "short_tokens": 100}
     cls = f"{strategy}/exact"
-    assert cold_strategy(cls) == strategy
     picture = Picture([waiting(1, 1000, cls=cls)], [Busy(), Busy()])
     (plan,) = plans(list(picture.ask(make_policy(policy, options))))
     (step,) = plan.steps

@@ -17,7 +17,6 @@ from csps.protocols.group_shape import GroupShape
 from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import (
-    BETTER_RING,
     Allowed,
     Bucket,
     Costs,
@@ -272,10 +271,11 @@ def test_the_better_ring_depends_on_what_is_cached() -> None:
     table = replace(plain, rings=RINGS)
     assert table.digest != plain.digest
     costs = Costs(table)
-    assert costs.best(BETTER_RING, TWO, 0, 1000).strategy == "ring_kv"
-    assert costs.best(BETTER_RING, TWO, 100_000, 1000).strategy == "ring_q"
-    assert costs.best(BETTER_RING, GroupShape((1,)), 100_000, 1000).strategy == "ring_kv"
-    assert plain.best(BETTER_RING, TWO, 100_000, 1000).strategy == "ring_kv"
+    assert costs.best("ring/exact", TWO, 0, 1000).strategy == "ring_kv"
+    assert costs.best("ring/exact", TWO, 100_000, 1000).strategy == "ring_q"
+    assert costs.best("ring/exact", GroupShape((1,)), 100_000, 1000).strategy == "ring_kv"
+    assert plain.best("ring/exact", TWO, 100_000, 1000).strategy == "ring_kv"
+    assert costs.best("ring_q/exact", TWO, 0, 1000).strategy == "ring_q"
     assert costs.cold() == []
 
 
