@@ -24,7 +24,7 @@ def publish(
     result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path | None
 ) -> None:
     """Print the rows as a table and the result as the last line; write it to `path` if given."""
-    _print_table(rows)
+    print_table(rows)
     whole = _whole(result, rows)
     if path is not None:
         path.write_text(json.dumps(whole, indent=2) + "\n")
@@ -70,7 +70,8 @@ _LOAD_BEFORE = _load()
 """Of the minutes before the benchmark began."""
 
 
-def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of equal columns."""
     if not rows:
         return
     names = list(rows[0])

@@ -7,6 +7,7 @@ group, bound and strategy. It must run on one of the servers (`iproute.entered`)
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -20,12 +21,14 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from csps.actors.layout import computed_by
 from csps.protocols import schema
 from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.protocols.messages import (
     CancelRequest,
+    KvShare,
     PrefillDone,
     PrefillJob,
     PrefillPiece,
@@ -33,6 +36,7 @@ from csps.protocols.messages import (
     Sampling,
     Tokens,
 )
+from csps.protocols.placement import LAYOUTS, place
 from testbed.cpu_time import CpuTime
 from testbed.network import Testbed
 from testbed.traffic import Traffic
@@ -158,26 +162,51 @@ class Gang:
     # --- jobs ------------------------------------------------------------------------------
 
     async def prefill(
-        self, tokens: np.ndarray, *, strategy: str = "ulysses", csa: CsaPlan | None = None
+        self,
+        tokens: np.ndarray,
+        *,
+        strategy: str = "ulysses",
+        csa: CsaPlan | None = None,
+        layout: str = "contiguous",
+        cached: int = 0,
     ) -> JobResult:
         """Prefill one prompt over all ranks, evenly cut, and draw its first token greedily.
 
         Args:
             tokens: (L,) int32.
             strategy, csa: as in `PrefillJob`.
+            layout: of the rows (`protocols.placement.LAYOUTS`).
+            cached: so many tokens are computed before, and are not measured.
         """
+        rid = self._jobs + 1
+        job = self._job(rid, 0, cached or len(tokens), (), layout)
+        if cached:
+            job = replace(job, pieces=(replace(job.pieces[0], last=False),), strategy=strategy)
+            await self._cached(job, tokens[:cached].astype("<i4"))
+            history = _computed(job)
+            job = self._job(rid, cached, len(tokens) - cached, history, layout)
+        traced = {"traceparent": f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"}
+        job = replace(job, strategy=strategy, csa=csa, trace=traced)
+        return await self._measured(job, tokens[cached:].astype("<i4"))
+
+    def _job(
+        self, rid: int, start: int, length: int, history: tuple[KvShare, ...], layout: str
+    ) -> PrefillJob:
         self._jobs += 1
-        ranks = self.client.world_size
-        job = PrefillJob(
-            job_id=self._jobs,
-            group=tuple(range(ranks)),
-            bounds=tuple(index * len(tokens) // ranks for index in range(ranks + 1)),
-            pieces=(PrefillPiece(rid=self._jobs, start=0, length=len(tokens), sampling=GREEDY),),
-            strategy=strategy,
-            csa=csa,
-            trace={"traceparent": f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"},
+        group = tuple(range(self.client.world_size))
+        parts = LAYOUTS[layout](length, len(group))
+        rows = () if layout == "contiguous" else place(group, parts, start=start)
+        piece = PrefillPiece(
+            rid=rid, start=start, length=length, rows=rows, history=history, sampling=GREEDY
         )
-        return await self._measured(job, tokens.astype("<i4"))
+        counts = (sum(span.length for span in spans) for spans in parts)
+        bounds = tuple(itertools.accumulate(counts, initial=0))
+        return PrefillJob(job_id=self._jobs, group=group, bounds=bounds, pieces=(piece,))
+
+    async def _cached(self, job: PrefillJob, tokens: np.ndarray) -> None:
+        self._submit(job, tokens)
+        for _ in range(self.client.world_size):
+            await self._next(PrefillDone)
 
     async def _measured(self, job: PrefillJob, tokens: np.ndarray) -> JobResult:
         pids = [rank.pid for rank in self.client.descriptions]
@@ -200,8 +229,10 @@ class Gang:
         )
 
     def _submit(self, job: PrefillJob, tokens: np.ndarray) -> None:
+        start = job.pieces[0].start
         for member in range(self.client.world_size):
-            share = tokens[job.bounds[member] : job.bounds[member + 1]].tobytes()
+            rows = [np.array(part.span.positions) - start for part in computed_by(job, member)]
+            share = tokens[np.concatenate(rows)].tobytes() if rows else b""
             self.client.notify(member, "prefill", schema.pack(replace(job, tokens=share)))
 
     def _forget(self, job: PrefillJob) -> None:
@@ -239,6 +270,15 @@ async def prefill_gang(bed: Testbed, options: GangOptions) -> AsyncIterator[Gang
         yield gang
     finally:
         await gang.close()
+
+
+def _computed(job: PrefillJob) -> tuple[KvShare, ...]:
+    """Where the KV of a step lies: where it was computed."""
+    return tuple(
+        KvShare(instance=instance, span=part.span)
+        for member, instance in enumerate(job.group)
+        for part in computed_by(job, member)
+    )
 
 
 def _rank_configs(bed: Testbed, options: GangOptions) -> list[dict[str, Any]]:

@@ -1,0 +1,375 @@
+"""Rings of context parallelism: pass-KV against pass-Q, both against Ulysses, work by layout.
+
+    python benchmarks/ring_variants.py [--model wide|needle] [--context 16384] [--ranks 2]
+        [--misses 1 2.5 5 10 20 40 70 100] [--rounds 3] [--json FILE]
+    sudo python benchmarks/ring_variants.py --link 800mbit ...
+    python benchmarks/ring_variants.py --smoke
+
+Ranks are processes with one torch thread each, in one process group; with `--link` two stand on
+each of the two servers of the testbed (`benchmarks/testbed`). Three tables:
+
+`misses`   TTFT of a prefill whose context is so long, so many per cent of it new, by both variants,
+           and which of them the rule takes that was fitted to these points (CP App. D). What is not
+           new was computed before by the same strategy, and lies where it was
+`layouts`  a whole prompt by each strategy in each layout: TTFT, pairs of a query and a key that
+           ranks compute, the most over the mean, and their computing times likewise
+`scaling`  one rank against all of them, by rings in zigzag and by Ulysses (not with `--link`)
+
+A time is from sending a step to its token; medians over the rounds, in which variants take turns.
+It takes a core for each rank: compare the load average in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import report
+import wide_checkpoint
+from testbed import iproute
+from testbed.gang import Gang, GangOptions, prefill_gang
+from testbed.link import Link
+from testbed.network import two_servers
+
+from csps.configurator.ring_fit import RingPoint, fit_rule, regret
+from csps.models.loading import count_parameters
+from csps.models.spec import read_spec
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import CancelRequest, KvShare, PrefillDone, TokenDrawn
+from csps.protocols.mfu import flops_per_second, prefill_flops
+from csps.protocols.placement import LAYOUTS, place
+from csps.protocols.plans import RINGS
+from csps.protocols.schema import pack
+from csps.services.launch.settings import shipped_models
+
+# The driver that stands in for the router belongs to the tests, which hold the engine to it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import gang_cell
+from gang_cell import Cell, GangPlan, Request, job_of
+from gang_processes import attached_processes
+
+gang_cell.ANSWER_S = 600.0  # tests answer in seconds, 32K tokens on one rank take a minute
+Row = dict[str, Any]
+CLOSE = 0.03
+"""Times that differ by less are as good as equal."""
+LAYOUTS_OF = {
+    "ulysses": ("contiguous",),
+    "ring_kv": ("contiguous", "zigzag", "striped"),
+    "ring_q": ("contiguous", "zigzag", "striped"),
+}
+SMOKE = ["--context", "1024", "--misses", "5", "100", "--rounds", "1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One prefill."""
+
+    ttft_s: float
+    compute_s: list[float]
+    """By rank."""
+    waited_s: float
+    """Most that a rank has waited for others."""
+
+
+class Ranks(Protocol):
+    """A gang, wherever it stands."""
+
+    count: int
+
+    async def prefill(self, prompt: np.ndarray, strategy: str, layout: str, cached: int) -> Timed:
+        """A prompt over all ranks, so many of whose tokens were computed before."""
+        ...
+
+
+class OneGroup:
+    """A gang of processes on this machine."""
+
+    def __init__(self, cell: Cell, gang: GangClient) -> None:
+        self._cell, self._gang = cell, gang
+        self.count = gang.instances
+        self._rids = iter(range(1 + 10**6 * gang.instances, 2 * 10**9))
+
+    async def prefill(self, prompt: np.ndarray, strategy: str, layout: str, cached: int) -> Timed:
+        """See `Ranks`."""
+        cell = self._cell
+        cell.prefill = self._gang
+        request = Request(rid=next(self._rids), prompt=prompt, shares=())
+        history: tuple[KvShare, ...] = ()
+        if cached:
+            history = self._shares(layout, 0, cached)
+            step = self._step(request, strategy, layout, 0, cached, ())
+            await cell.prefilled(cell.submit(step, prompt[:cached]))
+        step = self._step(request, strategy, layout, cached, len(prompt), history)
+        begin = time.perf_counter()
+        job_id = cell.submit(step, prompt[cached:])
+        await cell.until(lambda: cell.about(TokenDrawn, rid=request.rid))
+        seconds = time.perf_counter() - begin
+        await cell.prefilled(job_id)
+        self._gang.notify_all("cancel", pack(CancelRequest(rid=request.rid)))
+        await self._gang.stats()  # the slots are free
+        return timed(seconds, cell.about(PrefillDone, job_id=job_id))
+
+    def _shares(self, layout: str, start: int, stop: int) -> tuple[KvShare, ...]:
+        return place(range(self.count), LAYOUTS[layout](stop - start, self.count), start=start)
+
+    def _step(
+        self,
+        request: Request,
+        strategy: str,
+        layout: str,
+        start: int,
+        stop: int,
+        history: tuple[KvShare, ...],
+    ) -> Any:
+        rows = () if layout == "contiguous" else self._shares(layout, start, stop)
+        piece = request.piece(start, stop, rows=rows, history=history)
+        return job_of([piece], range(self.count), strategy=strategy)
+
+
+class TwoServers:
+    """A gang over both servers of the testbed."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+        self.count = gang.client.world_size
+
+    async def prefill(self, prompt: np.ndarray, strategy: str, layout: str, cached: int) -> Timed:
+        """See `Ranks`."""
+        result = await self._gang.prefill(prompt, strategy=strategy, layout=layout, cached=cached)
+        return timed(result.ttft_s, result.done)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Rows of each kind."""
+
+    misses: list[Row]
+    layouts: list[Row]
+    scaling: list[Row] = field(default_factory=list)
+
+
+def timed(seconds: float, done: Sequence[PrefillDone]) -> Timed:
+    return Timed(
+        ttft_s=seconds,
+        compute_s=[it.compute_s for it in sorted(done, key=lambda it: it.rank)],
+        waited_s=max(it.communication_s for it in done),
+    )
+
+
+def main() -> None:
+    args = _arguments()
+    with _model(args.model) as model:
+        measured = _on_two_servers(model, args) if args.link else _in_one_group(model, args)
+    points = list(map(_point, measured.misses))
+    result: dict[str, Any] = {
+        "benchmark": "ring_variants",
+        "model": args.model,
+        "context": args.context,
+        "link": args.link,
+        "rounds": args.rounds,
+        "layouts": measured.layouts,
+        "scaling": measured.scaling,
+    }
+    rule = fit_rule(points)
+    if rule is not None:
+        lost = [regret(rule, it) for it in points]
+        result["rule"] = {"alpha": rule.alpha, "beta": rule.beta, "gamma": rule.gamma}
+        result["good_choices"] = sum(it <= CLOSE for it in lost) / len(lost)
+        for row, point, loss in zip(measured.misses, points, lost, strict=True):
+            row |= {"chosen": rule.choose(point.new, point.history), "lost": loss}
+    for rows in (measured.layouts, measured.scaling):
+        report.print_table(rows)
+        print()
+    report.publish(result, measured.misses, args.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=["wide", "needle"], default="wide")
+    parser.add_argument("--context", type=int, default=16_384, help="tokens, new ones and cached")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--misses", type=float, nargs="+", default=[1, 2.5, 5, 10, 20, 40, 70, 100],
+        help="per cent of the context that is new",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--link", help="rate between two servers, such as 800mbit")
+    parser.add_argument("--smoke", action="store_true", help="see that it works")
+    args = report.with_json_option(parser).parse_args()
+    return parser.parse_args([*sys.argv[1:], *SMOKE]) if args.smoke else args
+
+
+@contextmanager
+def _model(name: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "needle":
+            yield shipped_models() / "needle"
+        else:
+            yield wide_checkpoint.make(Path(folder) / "wide")
+
+
+def _on_two_servers(model: Path, args: argparse.Namespace) -> Measured:
+    async def measure() -> Measured:
+        options = GangOptions(model_dir=model, kv_slots=args.context)
+        async with prefill_gang(bed, options) as gang:
+            ranks = TwoServers(gang)
+            return Measured(
+                misses=await _misses(ranks, args), layouts=await _layouts(ranks, model, args)
+            )
+
+    with (
+        two_servers(Link.parse(args.link)) as bed,
+        iproute.entered(bed.servers[0].namespace),
+    ):
+        return asyncio.run(measure())
+
+
+def _in_one_group(model: Path, args: argparse.Namespace) -> Measured:
+    async def measure() -> Measured:
+        async with _groups(model, args) as (one, several):
+            return Measured(
+                misses=await _misses(several, args),
+                layouts=await _layouts(several, model, args),
+                scaling=await _scaling(one, several, args),
+            )
+
+    return asyncio.run(measure())
+
+
+@asynccontextmanager
+async def _groups(
+    model: Path, args: argparse.Namespace
+) -> AsyncIterator[tuple[OneGroup, OneGroup]]:
+    """One rank, and all of them: up all the time, by turns."""
+    plans = [
+        GangPlan(model_dir=str(model), role="prefill", instances=ranks, kv_slots=args.context + 8)
+        for ranks in (1, args.ranks)
+    ]
+    async with attached_processes(*plans) as (cell, gangs):
+        one, several = gangs
+        yield OneGroup(cell, one), OneGroup(cell, several)
+
+
+def _prompt(length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 256, length).astype("<i4")
+
+
+async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
+    await _warm_up(ranks, args)
+    rows = []
+    for percent in args.misses:
+        new = max(ranks.count, round(args.context * percent / 100))
+        found: dict[str, list[Timed]] = defaultdict(list)
+        for seed in range(args.rounds):
+            for ring in RINGS:
+                prompt = _prompt(args.context, seed)
+                found[ring].append(await ranks.prefill(prompt, ring, "zigzag", args.context - new))
+        rows.append(
+            {"ranks": ranks.count, "new": new, "history": args.context - new}
+            | {f"{ring}_s": _median(found[ring]) for ring in RINGS}
+            | {f"{ring}_waited_s": _waited(found[ring]) for ring in RINGS}
+        )
+    return rows
+
+
+async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[Row]:
+    found: dict[tuple[str, str], list[Timed]] = defaultdict(list)
+    ways = [(strategy, layout) for strategy, kinds in LAYOUTS_OF.items() for layout in kinds]
+    for seed in range(args.rounds):
+        for strategy, layout in ways:
+            prompt = _prompt(args.context, seed)
+            found[strategy, layout].append(await ranks.prefill(prompt, strategy, layout, 0))
+    spec = read_spec(model)
+    flops = prefill_flops(
+        parameters=count_parameters(model),
+        layers=spec.layers,
+        width=spec.heads * spec.head_dim,
+        new=args.context,
+    )
+
+    def reached(seconds: float) -> float:
+        return flops_per_second(flops, seconds=seconds, devices=ranks.count) * 1e-9
+
+    return [
+        {
+            "ranks": ranks.count,
+            "strategy": strategy,
+            "layout": layout,
+            "ttft_s": _median(found[strategy, layout]),
+            "gflops_of_a_rank": reached(_median(found[strategy, layout])),
+            "most_pairs_over_mean": _most_pairs(strategy, layout, args.context, ranks.count),
+            "most_computing_over_mean": statistics.median(
+                max(it.compute_s) / statistics.mean(it.compute_s) for it in found[strategy, layout]
+            ),
+        }
+        for strategy, layout in ways
+    ]
+
+
+async def _scaling(one: OneGroup, several: OneGroup, args: argparse.Namespace) -> list[Row]:
+    await _warm_up(one, args)
+    ways = [("ulysses", "contiguous"), *((ring, "zigzag") for ring in RINGS)]
+    alone: list[Timed] = []
+    found: dict[str, list[Timed]] = defaultdict(list)
+    for seed in range(args.rounds):
+        prompt = _prompt(args.context, seed)
+        alone.append(await one.prefill(prompt, "ulysses", "contiguous", 0))
+        for strategy, layout in ways:
+            found[strategy].append(await several.prefill(prompt, strategy, layout, 0))
+    return [
+        {
+            "ranks": several.count,
+            "strategy": strategy,
+            "one_rank_s": _median(alone),
+            "ttft_s": _median(found[strategy]),
+            "ratio": _median(alone) / _median(found[strategy]),
+        }
+        for strategy, _ in ways
+    ]
+
+
+async def _warm_up(ranks: Ranks, args: argparse.Namespace) -> None:
+    """Allocators and caches."""
+    for strategy in ("ulysses", *RINGS):
+        await ranks.prefill(_prompt(min(args.context, 1024), 0), strategy, "contiguous", 0)
+
+
+def _most_pairs(strategy: str, layout: str, length: int, ranks: int) -> float:
+    """The most pairs of a query and a key that it sees that any rank computes, over the mean; with
+    heads shared out all have as many."""
+    if strategy == "ulysses":
+        return 1.0
+    pairs = [
+        sum(position + 1 for span in spans for position in span.positions)
+        for spans in LAYOUTS[layout](length, ranks)
+    ]
+    return max(pairs) / statistics.mean(pairs)
+
+
+def _median(found: Sequence[Timed]) -> float:
+    return statistics.median(it.ttft_s for it in found)
+
+
+def _waited(found: Sequence[Timed]) -> float:
+    return statistics.median(it.waited_s for it in found)
+
+
+def _point(row: Row) -> RingPoint:
+    return RingPoint(
+        new=row["new"], history=row["history"], kv_s=row["ring_kv_s"], q_s=row["ring_q_s"]
+    )
+
+
+if __name__ == "__main__":
+    main()
