@@ -258,7 +258,8 @@ class SimulatedGangs:
         )
         sequence.missing = {} if command.rides else sequence.slots
         slots = decode_slots(command, command.output_tokens)
-        self._decode_slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})
+        if slots:
+            self._decode_slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})
         self._sequences[command.sequence] = sequence
 
     def run_step(self, command: RunStep) -> None:
@@ -316,6 +317,8 @@ class SimulatedGangs:
         """A sequence serves its request no more."""
         if (sequence := self._sequences.get(number)) is not None:
             sequence.over = True
+            if not sequence.shares:  # nothing of it lies here
+                del self._sequences[number]
 
     def end_request(self, request: RequestId) -> None:
         """The client is gone: nothing is drawn for it any more."""

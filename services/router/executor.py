@@ -111,7 +111,8 @@ class Executor:
         self._sequences.add(sequence)
         running.sequence = sequence.id
         self._requests.placed(running)
-        sequence.reserving = self._in_background(self._ask_for_slots(sequence))
+        if command.shares:
+            sequence.reserving = self._in_background(self._ask_for_slots(sequence))
 
     async def _ask_for_slots(self, sequence: LiveSequence) -> None:
         """Ask every decode rank; a rank that refuses holds nothing."""
@@ -138,13 +139,23 @@ class Executor:
 
     def _run_step(self, command: commands.RunStep) -> None:
         sequences = [self._sequences.by_id[piece.sequence] for piece in command.pieces]
-        self._in_background(self._launch_when_reserved(command, sequences))
+        reserving = [it.reserving for it in sequences if it.reserving is not None]
+        if reserving:
+            self._in_background(self._launch_when_reserved(command, sequences, reserving))
+        else:
+            self._launch_wanted(command, sequences)
 
     async def _launch_when_reserved(
-        self, command: commands.RunStep, sequences: list[LiveSequence]
+        self,
+        command: commands.RunStep,
+        sequences: list[LiveSequence],
+        reserving: list[asyncio.Task[None]],
     ) -> None:
         """KV of a request that no decode rank has heard of yet would be thrown away."""
-        await asyncio.gather(*(it.reserving for it in sequences if it.reserving is not None))
+        await asyncio.gather(*reserving)
+        self._launch_wanted(command, sequences)
+
+    def _launch_wanted(self, command: commands.RunStep, sequences: list[LiveSequence]) -> None:
         gang = self._gangs.get(gang_of(command.group[0]))
         if gang is None:
             return

@@ -10,6 +10,7 @@ from csps.protocols.gang_client import GangClient
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
+from csps.services.scheduling.sequences import decode_slots
 
 
 class InstanceRanks:
@@ -78,8 +79,7 @@ class LiveSequence:
 
 def live_sequence(command: Reserve, running: Running, decode: GangClient) -> LiveSequence:
     """A sequence that nobody was asked for anything yet."""
-    kept = (*command.shares, *command.answer)
-    holders = dict.fromkeys((*(share.instance for share in kept), command.master))
+    holders = decode_slots(command, command.output_tokens)
     return LiveSequence(
         command=command,
         running=running,

@@ -69,7 +69,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reserve(Command, frozen=True, tag="reserve"):
-    """Set KV slots aside on decode instances and expect a sequence's KV there, or a rider."""
+    """Set KV slots aside on decode instances and expect a sequence's KV there, or a rider. Where no
+    KV is to go there, because one token is all that may be drawn, there is nobody to ask."""
 
     request: RequestId
     sequence: SequenceId
@@ -78,9 +79,9 @@ class Reserve(Command, frozen=True, tag="reserve"):
     output_tokens: int
     """Tokens that may still be drawn."""
     shares: tuple[Share, ...]
-    """Of the prompt's KV: each position once."""
+    """Of the prompt's KV: each position once. Empty if nothing is decoded behind it."""
     master: InstanceId
-    """Draws the tokens."""
+    """Draws the tokens that no step draws."""
     deadline_ns: int
     """For the instances to say yes."""
     rides: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
+import msgspec
+
 from csps.services.scheduling import commands
 from csps.services.scheduling.commands import Piece, Reserve, RunStep
 from csps.services.scheduling.decisions import (
@@ -91,6 +93,9 @@ class Plans:
         for placement in plan.decode:
             request = self._requests.live[placement.request]
             cached = reused[request.id].tokens if request.id in reused else 0
+            if request.output_tokens == 1 and not pair.in_place:
+                # Nothing is decoded behind an only token, so that its KV need not go anywhere.
+                placement = msgspec.structs.replace(placement, shares=(), answer=())
             sequence = self._sequences.start(request, pair, placement, uses.get(request.id), cached)
             self._requests.take(request, sequence)
             sequences[request.id] = sequence

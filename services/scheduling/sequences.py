@@ -41,6 +41,7 @@ class Sequences:
         """Take the slots for a prompt's KV and for all tokens that may be drawn.
 
         Args:
+            placement: without shares if the step draws all that there is to draw.
             use: of the KV of the prompt's first tokens, so many as are cached.
         """
         sequence = self._new(request, pair, placement, tokens_on(own(placement.shares)))
@@ -86,10 +87,11 @@ class Sequences:
             unlanded=unlanded,
             unfreed=dict.fromkeys(slots),
         )
-        self.ledger.reserve(sequence.id, slots)
-        master.mastered += 1
-        pair.decode.mastered += 1
         self.by_id[sequence.id] = sequence
+        if slots:
+            self.ledger.reserve(sequence.id, slots)
+            master.mastered += 1
+            pair.decode.mastered += 1
         return sequence
 
     def first_token(self, sequence: Sequence) -> None:
@@ -294,7 +296,10 @@ class Placed(Protocol):
 
 def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]:
     """Slots that a sequence needs where it is decoded, for tokens to come included. The master is
-    named in any case, and so is who holds what it reuses: they free the sequence as well."""
+    named in any case, and so is who holds what it reuses: they free the sequence as well. None
+    where no KV goes."""
+    if not placement.shares:
+        return {}
     slots = tokens_on(own(placement.shares))
     to_come = tokens_on(placement.answer) or {placement.master: output_tokens}
     for instance, tokens in to_come.items():

@@ -172,7 +172,7 @@ class Sequence(Live, kw_only=True, eq=False):
     prefill: Gang
     decode: Gang
     shares: tuple[Share, ...]
-    """Where its prompt's KV is decoded."""
+    """Where its prompt's KV is decoded; empty if nothing is decoded behind it."""
     master: Instance
     answer: tuple[Share, ...] = ()
     """Who keeps the answer's KV; empty: the master."""

@@ -396,10 +396,8 @@ class FakeCell:
 
         def run(job: PrefillJob) -> None:
             for piece in job.pieces:
-                if (
-                    piece.rid not in prefill.leader.cancelled
-                    and piece.rid in decode.leader.reserved
-                ):
+                reserved = piece.rid in decode.leader.reserved or not piece.destinations
+                if reserved and piece.rid not in prefill.leader.cancelled:
                     index = len(piece.drawn) // 4
                     last = piece.sampling.max_tokens == index + 1
                     prefill.draw(piece.rid, index, finish="length" if last else None)

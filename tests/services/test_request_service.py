@@ -132,12 +132,25 @@ def _shorter(span: Any) -> Any:
     return type(span)(start=span.start, stop=span.stop - 1)
 
 
-async def test_an_answer_of_one_token_frees_the_reservation_by_cancelling_it() -> None:
+async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None:
     async with fake_cell() as cell:
         running = cell.submit(max_tokens=1)
         job = await cell.prefilling(running)
+        assert not job.pieces[0].destinations
+        cell.prefill.draw(job.pieces[0].rid, 0, finish="length")
+        assert len(await read(running)) == 1
+        cell.prefill.finish_job(job)
+        await cell.settled()
+        assert all("reserve" not in it.heard for it in cell.decode.ranks)
+        assert not any(it.cancelled for it in (*cell.decode.ranks, *cell.prefill.ranks))
+
+
+async def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
+    async with fake_cell() as cell:
+        running = cell.submit(max_tokens=3)
+        job = await cell.prefilling(running)
         rid = job.pieces[0].rid
-        cell.prefill.draw(rid, 0, finish="length")
+        cell.prefill.draw(rid, 0, finish="stop")
         assert len(await read(running)) == 1
         await until(lambda: all(rid in rank.cancelled for rank in cell.decode.ranks))
         assert not cell.prefill.leader.cancelled

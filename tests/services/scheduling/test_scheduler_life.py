@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_desk import LINK, MS, SMALL, Desk, Sent, only, sent
+from scheduler_desk import LINK, MS, SECOND, SMALL, Desk, Sent, only, sent
 
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
@@ -96,13 +96,33 @@ def test_all_that_join_in_a_turn_join_with_one_command() -> None:
     assert commands == [cmd.SetGroup(gang=2, joined=tuple(it.sequence for it in plans))]
 
 
-def test_an_answer_of_one_token_frees_the_reservation_by_cancelling_it() -> None:
+def test_an_answer_that_ends_early_frees_the_reservation_by_cancelling_it() -> None:
     desk = Desk().ready()
-    plan = desk.start(output=1)
+    plan = desk.start()
     commands = desk.turn(*plan.landed(), plan.first_token, plan.finished(1))
     assert commands == [cmd.Cancel(sequence=plan.sequence, gangs=(2,))]
     desk.turn(*plan.freed())
     assert reserved(desk) == 0
+
+
+def test_an_answer_of_one_token_reserves_nothing_where_others_are_decoded() -> None:
+    desk = Desk().ready()
+    plan = desk.start(output=1)
+    assert plan.reserve.shares == ()
+    assert reserved(desk) == 0
+    desk.scheduler.check_integrity()
+    assert desk.turn(plan.finished(1), *plan.steps_done()) == []
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+def test_the_last_token_of_an_answer_that_starts_over_reserves_nothing() -> None:
+    desk = Desk().ready()
+    plan = desk.start(output=10)
+    desk.turn(*plan.joined())
+    desk.turn(plan.failed(drawn=9))
+    desk.turn(*plan.freed())
+    again = only(desk.wait(until_ns=desk.now_ns + SECOND), cmd.Reserve)
+    assert [(it.prompt_tokens, it.output_tokens, it.shares) for it in again] == [(509, 1, ())]
 
 
 def test_prefill_slots_come_back_instance_by_instance() -> None:
