@@ -124,12 +124,18 @@ def _piece(
         rows=kv_shares(piece.rows),
         history=kv_shares(history),
         placement=kv_shares(piece.keep),
-        destinations=kv_shares(sequence.command.shares),
+        destinations=kv_shares(_destinations(sequence.command)),
         last=stop == sequence.command.prompt_tokens,
         drawn=token_bytes(running.drawn_tokens),
         sampling=running.generation.sampling,
         prompt_tokens=_penalized_tokens(running),
     )
+
+
+def _destinations(command: commands.Reserve) -> tuple[commands.Share, ...]:
+    """Where a prompt's KV goes. Nothing is sent where nothing is decoded behind it, but what goes
+    nowhere would stay where it was computed."""
+    return command.shares or (commands.Share(command.master, 0, command.prompt_tokens),)
 
 
 def _penalized_tokens(running: Running) -> bytes:

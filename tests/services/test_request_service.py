@@ -136,7 +136,7 @@ async def test_an_answer_of_one_token_asks_no_decode_rank_for_anything() -> None
     async with fake_cell() as cell:
         running = cell.submit(max_tokens=1)
         job = await cell.prefilling(running)
-        assert not job.pieces[0].destinations
+        assert not job.pieces[0].decoded, "nothing is sent"
         cell.prefill.draw(job.pieces[0].rid, 0, finish="length")
         assert len(await read(running)) == 1
         cell.prefill.finish_job(job)

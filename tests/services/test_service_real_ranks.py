@@ -82,6 +82,8 @@ class Cell:
         """All slots have come back."""
         await eventually(lambda: not self.service.counts.prefill_kv)
         await eventually(lambda: not self.service.counts.decode_kv)
+        ranks = [rank for gang in self.gangs.values() for rank in gang.ranks]
+        await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
         self.service.check_integrity()
         self.service.check_health()
 
@@ -180,6 +182,17 @@ async def test_rows_kv_and_answers_may_lie_anyhow(
         for running, tokens in zip(requests, answers, strict=True):
             prompt = running.generation.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama) as cell:
+        requests = [cell.submit(length, max_tokens=1, seed=length) for length in (5, 100, 400)]
+        for running, tokens in zip(
+            requests, await asyncio.gather(*map(answer, requests)), strict=True
+        ):
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 1)
         await cell.settled()
 
 
