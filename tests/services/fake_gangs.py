@@ -396,7 +396,7 @@ class FakeCell:
 
         def run(job: PrefillJob) -> None:
             for piece in job.pieces:
-                reserved = piece.rid in decode.leader.reserved or not piece.destinations
+                reserved = piece.rid in decode.leader.reserved or not piece.decoded
                 if reserved and piece.rid not in prefill.leader.cancelled:
                     index = len(piece.drawn) // 4
                     last = piece.sampling.max_tokens == index + 1
