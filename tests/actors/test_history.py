@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -74,8 +74,21 @@ def check(gang: StrategyRanks, job: PrefillJob) -> None:
                 engine.pool.free_request(piece.rid)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (1, 2), (2, 2)])
+def on_gangs(
+    *sizes: tuple[int, int], rings: Sequence[tuple[int, int]]
+) -> list[tuple[str, int, int]]:
+    """(strategy, members, tensor parallelism); rings, which have tests of their own, on fewer."""
+    return [
+        (strategy, members, tp)
+        for strategy in STRATEGIES
+        for members, tp in (rings if strategy.startswith("ring") else sizes)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "members", "tp"),
+    on_gangs((1, 1), (3, 1), (4, 1), (1, 2), (2, 2), rings=((3, 1), (2, 2))),
+)
 @several
 @given(data=st.data())
 def test_every_strategy_merges_it(

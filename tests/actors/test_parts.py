@@ -16,7 +16,7 @@ from rank_world import STRICT
 from small_blocks import blocks_of
 from strategy_gangs import LAYERS, Gangs, started_once
 from strategy_ranks import StrategyRanks, job_of
-from test_history import STRATEGIES, jobs
+from test_history import STRATEGIES, jobs, on_gangs
 from test_withdrawn import BOUNDS, CASES, LENGTHS
 from torch import Tensor
 
@@ -109,8 +109,9 @@ def gangs(
         yield started
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("members", "tp"), [(1, 1), (3, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "members", "tp"), on_gangs((1, 1), (3, 1), (4, 1), (2, 2), rings=((3, 1), (2, 2)))
+)
 @several
 @given(data=st.data())
 def test_both_ends_of_a_message_are_begun_between_the_same_parts(

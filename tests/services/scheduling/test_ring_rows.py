@@ -35,7 +35,7 @@ def step_of(shares: list[int], starts: list[int], cuts: list[int], strategy: str
 
 @settings(max_examples=examples(100))
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.lists(st.integers(0, 500), max_size=3),
 )
@@ -53,13 +53,13 @@ def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
     assert not any(piece.rows for piece in alone.pieces)
 
 
-@pytest.mark.parametrize("policy", ["fixed_sp", "csps"])
+@pytest.mark.parametrize("policy", ["fixed_sp", "csps", "tetris"])
 @pytest.mark.parametrize("strategy", ["ring_kv", "ring_q"])
 def test_policies_lay_them_out(policy: str, strategy: str) -> None:
-    options = {"sp": 2} if policy == "fixed_sp" else {"spt_tokens": 500, "short_tokens": 100}
+    options = {"fixed_sp": {"sp": 2}, "csps": {"spt_tokens": 500, "short_tokens": 100}}
     cls = f"{strategy}/exact"
     picture = Picture([waiting(1, 1000, cls=cls)], [Busy(), Busy()])
-    (plan,) = plans(list(picture.ask(make_policy(policy, options))))
+    (plan,) = plans(list(picture.ask(make_policy(policy, options.get(policy)))))
     (step,) = plan.steps
     (piece,) = step.pieces
     assert (step.strategy, len(step.group)) == (strategy, 2)

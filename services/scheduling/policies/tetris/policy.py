@@ -27,6 +27,7 @@ from csps.services.scheduling.policies.decode_overlay import DecodeOptions, Deco
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import CostView, PairView, RequestView, View
@@ -172,13 +173,14 @@ class _Pair:
         group, tokens = [spot for spot, _ in used], [part for _, part in used]
         choice = cost.best(request.cls, self._prefill.shape(group), chunk.start, chunk.length)
         self._prefill.start_long(request, group, tokens, choice.time_ns)
-        return PlannedStep(
+        step = PlannedStep(
             group=tuple([it.id for it in group]),
             bounds=bounds_of(tokens),
             pieces=(PlannedPiece(request.id, chunk.start, chunk.length),),
             strategy=choice.strategy,
             predicted_ns=choice.time_ns,
         )
+        return in_zigzag(step)
 
 
 @lru_cache(maxsize=8)
