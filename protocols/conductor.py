@@ -15,7 +15,7 @@ its ranks.
 from __future__ import annotations
 
 from csps.protocols.conducting.steps import Quantum, Step, Steps, StepTask
-from csps.protocols.conducting.streams import LEASES, Stream, Streams
+from csps.protocols.conducting.streams import LEASES, Group, Stream, Streams
 from csps.protocols.errors import ProtocolError
 from csps.protocols.log_entries import (
     Abort,
@@ -88,12 +88,29 @@ class Conductor:
             self._steps.add(task)
 
     def join(
-        self, stream: int, sequence: int, token: int | None, owner: int, budget: int = 0
+        self,
+        stream: int,
+        sequence: int,
+        token: int | None,
+        owner: int,
+        budget: int = 0,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         """A sequence becomes a row of a stream; its first iteration is given `token`, or a piece
-        of its prompt. `budget` is the stream's from now on, unless it is 0."""
+        of its prompt.
+
+        Args:
+            budget: the stream's from now on, unless it is 0.
+            ranks: whom the row concerns; all of the stream's if none is named. Rows that have no
+                rank in common are iterated apart.
+        """
         if not self._closed and owner not in self._ended:
-            self._streams.join(stream, sequence, token, owner, budget)
+            self._streams.join(stream, sequence, token, owner, budget, ranks)
+
+    def place(self, sequence: int, ranks: tuple[int, ...]) -> None:
+        """A row concerns these ranks from now on: its KV has moved there, or its answer goes on
+        there. Nothing if it is no row."""
+        self._streams.place(sequence, ranks)
 
     def report(self, report: Report) -> None:
         """What a rank reports.
@@ -154,7 +171,8 @@ class Conductor:
             ProtocolError: the stream has no such master, or no such lease.
         """
         iterating = self._streams.get(stream)
-        if iterating is None or rank not in iterating.masters or seq not in iterating.leases:
+        lease = None if iterating is None else iterating.leases.get(seq)
+        if iterating is None or lease is None or rank not in lease.masters:
             raise ProtocolError(f"rank {rank} reports entry {seq} of stream {stream} unasked")
         iterating.measured(seq, nanoseconds)
         for sequence in finished:
@@ -227,9 +245,9 @@ class Conductor:
         if not self._goes_on(step) or len(step.outstanding) >= self._ahead(step):
             return False
         return all(
-            self._ran[rank] < stream.served
+            self._ran[rank] < group.stream.served[rank]
             for rank in step.task.ranks
-            for stream in self._streams.live(rank)
+            for group in self._streams.live(rank)
         )
 
     def _goes_on(self, step: Step) -> bool:
@@ -258,45 +276,50 @@ class Conductor:
         return not step.until and bool(known) and rows * self._row_ns <= self._quantum_ns
 
     def _lease(self) -> bool:
-        """Give the stream a lease that has waited longest of those that may have one; whether there
+        """Give the group a lease that has waited longest of those that may have one; whether there
         is one."""
-        stream, n = None, 0
-        for other in self._streams:
-            if (stream is None or other.served < stream.served) and (m := self._length(other)):
-                stream, n = other, m
-        if stream is None:
+        group, n = None, 0
+        for other in self._streams.groups:
+            if (group is None or other.served < group.served) and (m := self._length(other)):
+                group, n = other, m
+        if group is None:
             return False
+        stream = group.stream
         if stream.changed:
             self._change(stream)
-        stream.lease(self._append(Iterate(stream.id, stream.version, n), stream.ranks), n)
+        members = group.ranks if len(group.ranks) < len(stream.ranks) else ()
+        op = Iterate(stream.id, stream.version, n, members)
+        stream.lease(self._append(op, group.ranks), n, group)
         return True
 
-    def _length(self, stream: Stream) -> int:
-        """Iterations of a lease that a stream may have now; 0 for none.
+    def _length(self, group: Group) -> int:
+        """Iterations of a lease that a group may have now; 0 for none.
 
         A step whose report is awaited gets the turn that it could not take yet, as long as the
-        stream has something to do in the meantime.
+        group has something to do in the meantime.
         """
-        if not stream.rows or len(stream.leases) == LEASES:
+        leases = group.leases
+        if leases >= LEASES:
             return 0
-        if self._alone(stream):
-            return stream.long_lease()
-        if stream.leases and any(self._is_due(rank, stream) for rank in stream.ranks):
+        if self._alone(group):
+            return group.long_lease()
+        if leases and any(self._is_due(rank, group) for rank in group.ranks):
             return 0
         return 1
 
-    def _alone(self, stream: Stream) -> bool:
-        """Whether no step, and no other stream with rows, wants any of a stream's ranks."""
+    def _alone(self, group: Group) -> bool:
+        """Whether no step, and no group of another stream, wants any of a group's ranks."""
         return not any(
             self._steps.wanted[rank]
-            or any(other is not stream for other in self._streams.live(rank))
-            for rank in stream.ranks
+            or any(other is not group for other in self._streams.live(rank))
+            for rank in group.ranks
         )
 
-    def _is_due(self, rank: int, stream: Stream) -> bool:
+    def _is_due(self, rank: int, group: Group) -> bool:
         """Whether a step on a rank would go on, and has had no quantum since a stream's lease."""
         step = self._steps.on_top(rank)
-        return step is not None and self._goes_on(step) and self._ran[rank] < stream.served
+        served = group.stream.served[rank]
+        return step is not None and self._goes_on(step) and self._ran[rank] < served
 
     def _change(self, stream: Stream) -> None:
         stream.version += 1
@@ -305,10 +328,10 @@ class Conductor:
         seq = self._append(change, stream.ranks)
         for sequence, _ in joined:
             stream.rows[sequence].since = seq
-        stream.joined, stream.left = {}, []
+        stream.joined, stream.left = {}, {}
 
     def _empty_streams(self) -> None:
         """Tell ranks of rows that have left even where no lease follows."""
         for stream in self._streams:
-            if stream.left and not stream.rows:
+            if stream.stranded:
                 self._change(stream)

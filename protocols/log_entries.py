@@ -29,12 +29,14 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Iterate(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A lease: iterate a stream's rows `n` times."""
+    """A lease: iterate a stream's rows `n` times, or those of a group of its ranks."""
 
     stream: Count
     version: Count
     """Changes of the stream before this entry."""
     n: Positive
+    group: tuple[Count, ...] = ()
+    """Ranks: only rows that concern no others are iterated. Empty: all rows, at all ranks."""
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -113,9 +113,12 @@ class Ranks:
         lines: dict[int, Line],
         lives: dict[int, int | None],
         size: int,
+        concerns: dict[int, tuple[int, ...]],
     ) -> None:
-        """`lives`: iterations after which a sequence's row is finished; None: it never is."""
+        """`lives`: iterations after which a sequence's row is finished; None: it never is.
+        `concerns`: the ranks that a row concerns, where that is not all of its stream's."""
         self._clock, self._jobs, self._lines, self._lives = clock, jobs, lines, lives
+        self._concerns = concerns
         self.each = [Rank() for _ in range(size)]
         self.send: Callable[[int, Report], None] = lambda _rank, _report: None
         self.withdrawn: dict[tuple[int, int], list[int]] = {}
@@ -228,47 +231,67 @@ class Ranks:
 
     def _iterate(self, r: int, entry: Entry, op: Iterate) -> None:
         rank = self.each[r]
-        assert rank.rows.get(op.stream), f"{entry} iterates no rows"
+        assert self._rows(r, op), f"{entry} iterates no rows"
+        members = set(self._members(op))
+        assert all(
+            it <= members or it.isdisjoint(members)
+            for it in map(self._ranks_of(op.stream), rank.rows[op.stream])
+        ), f"{entry} iterates rows in part"
         assert rank.versions[op.stream] == op.version
         rank.busy = True
         self._iteration(r, entry, op, 0, self._clock.now)
 
+    def _ranks_of(self, stream: int) -> Callable[[int], set[int]]:
+        whole = self._lines[stream].ranks
+        return lambda sequence: set(self._concerns.get(sequence, whole))
+
+    def _members(self, op: Iterate) -> tuple[int, ...]:
+        return op.group or self._lines[op.stream].ranks
+
+    def _rows(self, r: int, op: Iterate) -> list[int]:
+        """Sequences that an entry iterates, as a rank knows them."""
+        ranks, members = self._ranks_of(op.stream), set(self._members(op))
+        return [it for it in self.each[r].rows.get(op.stream, ()) if ranks(it) <= members]
+
     def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
-        line = self._lines[op.stream]
+        line, members = self._lines[op.stream], self._members(op)
         if i == op.n:
             self._end_lease(r, entry, op, since)
             return
 
         def ended() -> None:
             rows = self.each[r].rows[op.stream]
-            for sequence in rows:
+            for sequence in self._rows(r, op):
                 rows[sequence] += 1
-            if r == line.ranks[0]:
+            if r == members[0]:
                 ends = self.iterations.setdefault(op.stream, [])
                 ends.append((entry.seq, self._clock.now))
             self._iteration(r, entry, op, i + 1, since)
 
         self._meet(
             ("iteration", entry.seq, i),
-            line.ranks,
+            members,
             r,
             lambda: self._clock.after(line.iteration_time, ended),
         )
 
     def _end_lease(self, r: int, entry: Entry, op: Iterate, since: int) -> None:
         """Every rank is the master of some rows."""
-        ranks = self._lines[op.stream].ranks
         rows = self.each[r].rows[op.stream]
         finished = tuple(
             sequence
-            for sequence, had in rows.items()
+            for sequence in self._rows(r, op)
             if (life := self._lives[sequence]) is not None
-            and had - op.n < life <= had
-            and ranks[sequence % len(ranks)] == r
+            and rows[sequence] - op.n < life <= rows[sequence]
+            and self._master(sequence, op.stream) == r
         )
         took = (self._clock.now - since) * NS
         self.send(r, Iterated(r, entry.seq, op.stream, took, finished))
         self._free(r)
+
+    def _master(self, sequence: int, stream: int) -> int:
+        ranks = self._concerns.get(sequence, self._lines[stream].ranks)
+        return ranks[sequence % len(ranks)]
 
     def _change(self, rank: Rank, change: Change) -> None:
         rows = rank.rows.setdefault(change.stream, {})
@@ -301,14 +324,17 @@ class Scenario:
     """(time, sequence)."""
     ends: list[tuple[int, int]] = field(default_factory=list)
     """(time, owner)."""
+    concerns: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks of rows that concern some of their stream's only."""
 
 
 ROWS = 1000
 """Sequences from here on are rows; those below are prefilled."""
 
 
-def random_scenario(rng: Random, *, troubled: bool = True) -> Scenario:
-    """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`."""
+def random_scenario(rng: Random, *, troubled: bool = True, apart: bool = False) -> Scenario:
+    """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`,
+    rows that concern some of their stream's ranks where `apart`."""
     size, span = rng.randint(1, 6), rng.choice((100, 1000, 4000))
 
     def group() -> tuple[int, ...]:
@@ -340,6 +366,12 @@ def random_scenario(rng: Random, *, troubled: bool = True) -> Scenario:
     scenario.joins = sorted(
         (time(), rng.choice(list(lines)), sequence, rng.randint(1, 2)) for sequence in rows
     )
+    if apart:
+        for _, stream, sequence, _ in scenario.joins:
+            whole = lines[stream].ranks
+            scenario.concerns[sequence] = tuple(
+                sorted(rng.sample(whole, rng.randint(1, len(whole))))
+            )
     if troubled:
         known = [*range(8), *rows]
         scenario.cancels = [(time(), rng.choice(known)) for _ in range(rng.randint(0, 4))]
@@ -365,7 +397,14 @@ class World:
     def __init__(self, scenario: Scenario, delays: Delays, rng: Random) -> None:
         self.scenario, self._delays, self._rng = scenario, delays, rng
         self.clock = Clock()
-        self.ranks = Ranks(self.clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size)
+        self.ranks = Ranks(
+            self.clock,
+            scenario.jobs,
+            scenario.lines,
+            scenario.lives,
+            scenario.size,
+            scenario.concerns,
+        )
         self.ranks.send = self._report
         self.conductor = Conductor(scenario.size, quantum_ns=QUANTUM * NS)
         self.log: list[tuple[Entry, tuple[int, ...]]] = []
@@ -383,7 +422,8 @@ class World:
         for time, step in scenario.submits:
             self._submit(time, scenario.jobs[step].task)
         for time, stream, sequence, owner in scenario.joins:
-            self._at(time, conductor.join, stream, sequence, 0, owner)
+            ranks = scenario.concerns.get(sequence, ())
+            self._at(time, conductor.join, stream, sequence, 0, owner, 0, ranks)
         for time, sequence in scenario.cancels:
             self._at(time, conductor.cancel, sequence)
         for time, owner in scenario.ends:
@@ -485,7 +525,9 @@ def replay(
         Deadlock: they wait for each other.
     """
     clock = Clock()
-    ranks = Ranks(clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size)
+    ranks = Ranks(
+        clock, scenario.jobs, scenario.lines, scenario.lives, scenario.size, scenario.concerns
+    )
     for r, projection in enumerate(projections):
         ranks.each[r].prepared.update(scenario.jobs)
         arrives = 0
