@@ -91,11 +91,23 @@ class ClusterModel:
         Raises:
             ConfigError: no steps were measured with its `tp`.
         """
-        decode = self.decode
-        return HybridCost(
-            step=self.table.step(1, decode.tp),
-            decode=self.table.iteration(len(decode.instances), decode.tp),
-        )
+        return self.hybrid_of(len(self.decode.instances))
+
+    def hybrid_of(self, instances: int) -> HybridCost:
+        """The same of a group of so many of its instances.
+
+        Raises:
+            ConfigError: as above.
+        """
+        tp = self.decode.tp
+        return HybridCost(step=self.table.step(1, tp), decode=self.table.iteration(instances, tp))
+
+    def move_ns(self, tokens: int) -> int:
+        """What KV of so many tokens takes from one instance of a server to another."""
+        if self.inside is None:
+            return 0
+        size = tokens * self.kv_bytes_per_token
+        return self.inside.latency_ns + size * 1_000_000_000 // self.inside.bytes_per_s
 
     def step_ns(self, step: RunStep) -> int:
         """What a step takes: the table has one strategy, whatever the step's is called."""

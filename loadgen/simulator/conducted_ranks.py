@@ -2,14 +2,15 @@
 
 Steps and the stream of rows share these ranks. Who computes when is decided by the state machine
 that orders real ranks (`protocols.conductor`): its log is executed here, every entry when it has
-come to the head of the line of all its ranks. Entries and reports take no time on their way.
+come to the head of the line of all its ranks. Entries and reports take no time on their way. Rows
+that name no common instance are iterated apart, in groups of their own (`protocols.conducting`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from csps.loadgen.simulator.decode_batch import IterationLog, Jump, Row, states
 from csps.loadgen.simulator.step_order import Task
@@ -22,6 +23,8 @@ from csps.services.scheduling.latency import FRACTION_BITS, HybridCost
 STREAM, OWNER = 0, 0
 PART_NS = 2_000_000
 """A step can stand still about so often: a block of a layer."""
+QUANTUM_PARTS = 64
+"""Or so often in a quantum, where that is longer: no step stands still within a long one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +34,8 @@ class _Work:
     entry: Entry
     ranks: tuple[int, ...]
     begun: bool = False
+    done: set[int] = field(default_factory=set)
+    """Of a change: ranks that have executed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class _Lease:
     work: _Work
     op: Iterate
     began_ns: int
+    rows: dict[int, Row]
     finished: list[int]
 
 
@@ -49,7 +55,7 @@ class ConductedRanks:
     Args:
         timeline: the simulated time.
         instances: how many there are.
-        hybrid: what iterations take.
+        hybrid: what iterations of so many instances take.
         quantum_ns: a step computes for about so long before a row has its turn.
         gap_ns: between two iterations.
         finished: called with each row whose last token was drawn, at the end of the iteration.
@@ -63,7 +69,7 @@ class ConductedRanks:
         timeline: Timeline,
         instances: int,
         *,
-        hybrid: HybridCost,
+        hybrid: Callable[[int], HybridCost],
         quantum_ns: int = 0,
         gap_ns: int = 0,
         finished: Callable[[Row], None],
@@ -74,8 +80,10 @@ class ConductedRanks:
         self._timeline, self._hybrid, self._gap_ns = timeline, hybrid, gap_ns
         self._finished, self._started = finished, started
         self._prefilled, self._drawn = prefilled, drawn
+        self._part_ns = max(PART_NS, quantum_ns // QUANTUM_PARTS)
+        self._all = tuple(range(instances))
         self._conductor = Conductor(instances, quantum_ns)
-        self._conductor.open_stream(STREAM, tuple(range(instances)))
+        self._conductor.open_stream(STREAM, self._all)
         self._lines: list[deque[_Work]] = [deque() for _ in range(instances)]
         self._tasks: dict[int, Task] = {}
         self._steps = 0
@@ -85,7 +93,7 @@ class ConductedRanks:
         """Those of them whose joining is in the log."""
         self._rows: dict[int, Row] = {}
         """Those of them whose joining was executed."""
-        self._leaving: dict[int, Callable[[], None]] = {}
+        self._leaving: dict[int, tuple[Row, Callable[[], None]]] = {}
         self._budget = 0
         self._awake = False
         self.log = IterationLog()
@@ -104,7 +112,7 @@ class ConductedRanks:
                 id=self._steps,
                 ranks=task.members,
                 urgent=task.urgent,
-                parts=_parts(task),
+                parts=self._parts(task),
                 sequences=task.sequences,
                 owner=OWNER,
             )
@@ -124,8 +132,15 @@ class ConductedRanks:
     def join(self, row: Row) -> None:
         """Iterate a request from one of the next leases on."""
         self._known[row.sequence] = row
-        self._conductor.join(STREAM, row.sequence, 0, OWNER)
+        self._conductor.join(STREAM, row.sequence, 0, OWNER, ranks=row.ranks)
         self._wake()
+
+    def place(self, row: Row, ranks: tuple[int, ...]) -> None:
+        """A request's KV has moved: other instances take part in its iterations from now on."""
+        row.ranks = ranks
+        if row.sequence in self._known:
+            self._conductor.place(row.sequence, ranks)
+            self._wake()
 
     def ride(self, row: Row, budget: int) -> None:
         """The same for one whose prompt is not computed."""
@@ -138,13 +153,17 @@ class ConductedRanks:
         self._conductor.cancel(sequence)
         self._wake()
         if row is not None and sequence in self._logged:
-            self._leaving[sequence] = left
+            self._leaving[sequence] = row, left
         else:
             left()
 
     def drawn_by(self, row: Row) -> int:
         """Tokens that a row has drawn by iterations that decode."""
-        return 0 if row.joined < 0 else min(row.tokens, self.log.iterations - row.joined)
+        return len(row.ends)
+
+    def ends_of(self, row: Row, tokens: int) -> tuple[Row, int, int]:
+        """Where in its own log they are."""
+        return row, 0, tokens
 
     # --- the log ---
 
@@ -162,16 +181,20 @@ class ConductedRanks:
             work = _Work(entry, ranks)
             for rank in ranks:
                 self._lines[rank].append(work)
-        while any(self._begin(line) for line in self._lines):
+        while any(self._begin(rank) for rank in self._all):
             pass
 
-    def _begin(self, line: deque[_Work]) -> bool:
+    def _begin(self, rank: int) -> bool:
         """Execute the next entry of a rank, if it is the next one of all its ranks; whether that
         is done already."""
+        line = self._lines[rank]
         if not line or line[0].begun:
             return False
         work = line[0]
-        if any(self._lines[rank][0] is not work for rank in work.ranks):
+        if isinstance(work.entry.op, Change):  # nobody waits for others
+            self._change(line.popleft(), work.entry.op, rank)
+            return True
+        if any(self._lines[it][0] is not work for it in work.ranks):
             return False
         work.begun = True
         match work.entry.op:
@@ -179,10 +202,14 @@ class ConductedRanks:
                 self._run(work, run)
                 return False
             case Iterate() as op:
-                self._iterate(_Lease(work, op, self._timeline.now_ns, []), op.n)
+                members = set(work.ranks)
+                rows = {
+                    sequence: row
+                    for sequence, row in self._rows.items()
+                    if members.issuperset(row.ranks or self._all)
+                }
+                self._iterate(_Lease(work, op, self._timeline.now_ns, rows, []), op.n)
                 return False
-            case Change() as change:
-                self._change(change)
             case Abort(step):
                 self._over(step)
         self._executed(work)
@@ -197,7 +224,7 @@ class ConductedRanks:
         if task.started_ns < 0:
             task.started_ns = self._timeline.now_ns
             task.started()
-        until_ns = task.work_ns * run.until // _parts(task)
+        until_ns = task.work_ns * run.until // self._parts(task)
         took_ns = until_ns - task.done_ns
         self._timeline.at(
             self._timeline.now_ns + took_ns, lambda: self._ran(work, run, task, took_ns)
@@ -208,7 +235,7 @@ class ConductedRanks:
         self._executed(work)
         leader = min(work.ranks)
         self._conductor.ran(leader, work.entry.seq, run.step, run.until, took_ns)
-        if run.until == _parts(task):
+        if run.until == self._parts(task):
             self._over(run.step)
         self._wake()
 
@@ -217,28 +244,42 @@ class ConductedRanks:
         task.over = True
         task.ended()
 
-    def _change(self, change: Change) -> None:
+    def _parts(self, task: Task) -> int:
+        return max(1, task.work_ns // self._part_ns)
+
+    def _change(self, work: _Work, change: Change, rank: int) -> None:
+        """A rank executes it; a row joins, or has left, when all that it concerns have."""
+        work.done.add(rank)
         for sequence in change.left:
-            self._rows.pop(sequence, None)
-            self._logged.pop(sequence, None)
-            if (left := self._leaving.pop(sequence, None)) is not None:
-                left()
+            if (leaving := self._leaving.get(sequence)) is None:
+                if work.done.issuperset(self._all):
+                    self._rows.pop(sequence, None)
+                    self._logged.pop(sequence, None)
+            elif work.done.issuperset(leaving[0].ranks or self._all):
+                self._rows.pop(sequence, None)
+                self._logged.pop(sequence, None)
+                del self._leaving[sequence]
+                leaving[1]()
         for sequence, _ in change.joined:
-            if (row := self._known.get(sequence)) is not None:
+            row = self._known.get(sequence)
+            if row is None or sequence in self._rows:
+                continue
+            if work.done.issuperset(row.ranks or self._all):
                 self._rows[sequence] = row
                 if not row.prefills:
-                    row.joined = self.log.iterations
+                    row.joined = 0
 
     # --- iterations ---
 
     def _iterate(self, lease: _Lease, left: int) -> None:
         """The next iteration of a lease; its end, if it has none or no rows any more."""
-        rows = list(self._rows.values())
+        rows = list(lease.rows.values())
         if not left or not rows:
             took_ns = self._timeline.now_ns - lease.began_ns
             self._executed(lease.work)
             finished = tuple(lease.finished)
-            self._conductor.iterated(0, lease.work.entry.seq, STREAM, took_ns, finished)
+            leader, seq = lease.work.ranks[0], lease.work.entry.seq
+            self._conductor.iterated(leader, seq, STREAM, took_ns, finished)
             self._wake()
             return
         decoding = [it for it in rows if not it.prefills]
@@ -248,8 +289,9 @@ class ConductedRanks:
             by_master.setdefault(row.master, []).append((length, row.computed))
             if not row.computed:
                 self._started(row)
-        context = sum(it.context + self.log.iterations - it.joined for it in decoding)
-        took = self._hybrid.predict_fixed(by_master.values(), len(decoding), context)
+        context = sum(it.context + len(it.ends) for it in decoding)
+        hybrid = self._hybrid(len(lease.work.ranks))
+        took = hybrid.predict_fixed(by_master.values(), len(decoding), context)
         jump = Jump(
             start_ns=self._timeline.now_ns,
             batch=len(decoding),
@@ -278,7 +320,7 @@ class ConductedRanks:
         for row, length in pieces:
             row.computed += length
             if not row.prefills:
-                row.joined = self.log.iterations
+                row.joined = 0
                 first.append(row)
         self._drawn([*decoding, *first])
         for row in first:
@@ -286,16 +328,14 @@ class ConductedRanks:
             if not row.tokens:
                 self._end(row, lease)
         for row in decoding:
-            if self.log.iterations - row.joined == row.tokens:
+            row.ends.append(self._timeline.now_ns)
+            if len(row.ends) == row.tokens:
                 self._end(row, lease)
                 self._finished(row)
         self._iterate(lease, left)
 
     def _end(self, row: Row, lease: _Lease) -> None:
+        del lease.rows[row.sequence]
         del self._rows[row.sequence]
         self._known.pop(row.sequence, None)
         lease.finished.append(row.sequence)
-
-
-def _parts(task: Task) -> int:
-    return max(1, task.work_ns // PART_NS)

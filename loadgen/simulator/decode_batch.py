@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from csps.loadgen.simulator.timeline import Timeline
@@ -45,6 +45,14 @@ class Row:
     """How many of them are."""
     master: int = 0
     """Who computes what it needs."""
+    ranks: tuple[int, ...] = ()
+    """Instances that take part in its iterations; none named: all of the gang."""
+    ends: list[int] = field(default_factory=list)
+    """When iterations that it decoded in have ended, where groups iterate apart."""
+
+    def ends_ns(self, start: int, stop: int) -> list[int]:
+        """Of its own iterations [start, stop)."""
+        return self.ends[start:stop]
 
     @property
     def prefills(self) -> bool:
@@ -190,6 +198,10 @@ class DecodeBatch:
         if row.joined < 0:
             return 0
         return min(row.tokens, self.log.iterations + self._under_way() - row.joined)
+
+    def ends_of(self, row: Row, tokens: int) -> tuple[IterationLog, int, int]:
+        """Where in the log of iterations they are."""
+        return self.log, row.joined, row.joined + tokens
 
     def _under_way(self) -> int:
         """Iterations of the present jump that are over."""

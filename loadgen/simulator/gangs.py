@@ -13,10 +13,11 @@ from csps.loadgen.simulator.network import Network
 from csps.loadgen.simulator.prefill_gang import Order, PrefillGang
 from csps.loadgen.simulator.requests import IterationEnds, Sequence
 from csps.loadgen.simulator.slots import Slots
-from csps.loadgen.simulator.step_order import StepOrder
+from csps.loadgen.simulator.step_order import StepOrder, Task
 from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.gang_members import GangRole
-from csps.services.scheduling.commands import Cancel, Reserve, Ride, RunStep, SetGroup
+from csps.protocols.messages import Span
+from csps.services.scheduling.commands import Cancel, MoveKv, Reserve, Ride, RunStep, SetGroup
 from csps.services.scheduling.events import (
     AnyEvent,
     Freed,
@@ -25,6 +26,7 @@ from csps.services.scheduling.events import (
     InstanceUp,
     Landed,
     LinkUp,
+    Moved,
     Progress,
     StepDone,
 )
@@ -39,6 +41,7 @@ from csps.services.scheduling.ids import (
     instance_id,
 )
 from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import tokens_on, within
 
 GENERATION = 1
 """Of the one router that a simulation has."""
@@ -193,7 +196,7 @@ class SimulatedGangs:
 
     def _ends(self, row: Row, tokens: int) -> IterationEnds:
         assert self._batch is not None
-        return IterationEnds(self._batch.log, row.joined, row.joined + tokens)
+        return IterationEnds(*self._batch.ends_of(row, tokens))
 
     def _new_prefill(self, gang: GangId, order: Order, slots: Slots) -> PrefillGang:
         cluster = self._cluster
@@ -214,7 +217,7 @@ class SimulatedGangs:
             return ConductedRanks(
                 self._timeline,
                 len(cluster.decode.instances),
-                hybrid=cluster.hybrid,
+                hybrid=cluster.hybrid_of,
                 quantum_ns=cluster.quantum_ns,
                 gap_ns=cluster.iteration_gap_ns,
                 finished=partial(self._finished, gang),
@@ -253,6 +256,7 @@ class SimulatedGangs:
             prompt_tokens=command.prompt_tokens,
             shares=command.shares,
             master=command.master,
+            answer=command.answer,
             before=before,
             tokens=left,
         )
@@ -284,6 +288,7 @@ class SimulatedGangs:
                 context=sequence.prompt_tokens + 1,
                 tokens=sequence.tokens - 1,
                 master=index_of(sequence.master),
+                ranks=sequence.instances if self._cluster.in_place else (),
             )
             sequence.row = row
             self._batch.join(row)
@@ -303,6 +308,56 @@ class SimulatedGangs:
             master=index_of(sequence.master),
         )
         self._batch.ride(sequence.row, command.budget)
+
+    def move(self, command: MoveKv) -> None:
+        """Move KV of a sequence, inside of whatever its instances compute; then go on there."""
+        sequence = self._sequences.get(command.sequence)
+        batch = self._batch
+        if sequence is None or sequence.row is None or not isinstance(batch, ConductedRanks):
+            return
+        held = self._decode_slots.counts(command.sequence)
+        there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
+        coming = {it: n - held.get(it, 0) for it, n in there.items() if n > held.get(it, 0)}
+        key = ("move", command.sequence)
+        self._decode_slots.take(key, coming)
+        drawn = Span(0, sequence.prompt_tokens + batch.drawn_by(sequence.row))
+        now = tokens_on(within((*sequence.shares, *sequence.answer), drawn))
+        then = tokens_on(within((*command.shares, *command.answer), drawn))
+        tokens = sum(max(0, n - now.get(it, 0)) for it, n in then.items())
+        members = {index_of(it) for it in now.keys() | then.keys() if now.get(it) != then.get(it)}
+        gang = command.gang
+        batch.submit(
+            Task(
+                members=tuple(sorted(members)) or (index_of(command.master),),
+                work_ns=self._cluster.move_ns(tokens),
+                urgent=True,
+                started=lambda: None,
+                ended=lambda: self._moved(gang, sequence, command),
+                sequences=(),
+            )
+        )
+
+    def _moved(self, gang: GangId, sequence: Sequence, command: MoveKv) -> None:
+        if not self.alive(gang):
+            return
+        key = ("move", command.sequence)
+        coming = self._decode_slots.held_by(key)
+        for index in coming:
+            self._decode_slots.give_back(key, index)
+        if self._sequences.get(command.sequence) is not sequence:
+            for index in coming:
+                instance = instance_id(gang, index)
+                self._listener.tell_later(Freed(sequence=command.sequence, instance=instance))
+            return
+        there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
+        self._decode_slots.change(command.sequence, there)
+        sequence.shares, sequence.answer = command.shares, command.answer
+        sequence.master = command.master
+        if sequence.row is not None and isinstance(self._batch, ConductedRanks):
+            sequence.row.master = index_of(command.master)
+            self._batch.place(sequence.row, sequence.instances)
+        if not sequence.over:
+            self._listener.tell_later(Moved(sequence=command.sequence))
 
     def cancel(self, command: Cancel) -> None:
         """Stop working for a sequence and free what it holds."""

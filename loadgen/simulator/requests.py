@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from csps.loadgen.simulator.decode_batch import IterationLog, Row
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
+from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId, index_of
 from csps.services.scheduling.shares import tokens_on
 
 
@@ -30,9 +30,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class IterationEnds:
-    """Times of tokens: the ends of iterations [start, stop) of a batch."""
+    """Times of tokens: the ends of iterations [start, stop) of a batch, or of a row's own."""
 
-    log: IterationLog
+    log: IterationLog | Row
     start: int
     stop: int
 
@@ -79,6 +79,8 @@ class Sequence:
     prompt_tokens: int
     shares: tuple[Share, ...]
     master: InstanceId
+    answer: tuple[Share, ...]
+    """Who keeps the KV of its tokens to come, if not the master."""
     before: int
     """Tokens that earlier sequences have drawn."""
     tokens: int
@@ -89,6 +91,12 @@ class Sequence:
     """In the decode batch."""
     over: bool = False
     """Serves its request no more."""
+
+    @property
+    def instances(self) -> tuple[int, ...]:
+        """Numbers of those that take part in decoding it."""
+        named = {self.master, *(it.instance for it in (*self.shares, *self.answer))}
+        return tuple(sorted(map(index_of, named)))
 
     @property
     def slots(self) -> dict[InstanceId, int]:

@@ -23,6 +23,16 @@ class Slots:
             self.free[index] -= count
         self._held[owner] = dict(slots)
 
+    def change(self, owner: Hashable, slots: Mapping[int, int]) -> None:
+        """Give `owner`, who has some, so many of each instance instead."""
+        for index in self.held_by(owner):
+            self.give_back(owner, index)
+        self.take(owner, slots)
+
+    def counts(self, owner: Hashable) -> dict[int, int]:
+        """Slots of `owner`, by instance."""
+        return dict(self._held.get(owner, {}))
+
     def give_back(self, owner: Hashable, index: int) -> None:
         """Free what `owner` holds on an instance."""
         self.free[index] += self._held[owner].pop(index)

@@ -113,6 +113,11 @@ class SchedulingSettings(Section):
     @model_validator(mode="after")
     def _policy_takes_the_options(self) -> Self:
         make_policy(self.policy, self.options, beside=type(self).model_fields)
+        if self.options.get("move_us_per_1k_tokens"):
+            raise ConfigError(
+                "option move_us_per_1k_tokens is for csps simulate: ranks do not move KV of what "
+                "they decode"
+            )
         return self
 
 

@@ -151,6 +151,18 @@ class Release(Command, frozen=True, tag="release"):
     stop: int
 
 
+class MoveKv(Command, frozen=True, tag="move_kv"):
+    """Move KV of a sequence that is decoded to other instances of its gang; `events.Moved` when it
+    is there, the sequence goes on with it, and what it left is free."""
+
+    gang: GangId
+    sequence: SequenceId
+    shares: tuple[Share, ...]
+    """Of the prompt's KV, from then on."""
+    master: InstanceId
+    answer: tuple[Share, ...]
+
+
 class Cancel(Command, frozen=True, tag="cancel"):
     """Stop working for a sequence and free what it holds on these gangs."""
 
@@ -195,6 +207,7 @@ AnyCommand = (
     | Ride
     | Keep
     | Release
+    | MoveKv
     | Cancel
     | Restart
     | Refuse

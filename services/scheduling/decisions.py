@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, View
 
@@ -84,9 +84,23 @@ class Ride(Part, frozen=True, kw_only=True):
     """Tokens that an iteration of the gang's stream may compute on each master."""
 
 
+class Move(Part, frozen=True, kw_only=True):
+    """Let a sequence that is decoded go on elsewhere in its gang, with its KV."""
+
+    sequence: SequenceId
+    placement: DecodePlacement
+    """Of the same positions, those of the answer named in full."""
+
+
 class Blocked(Part, frozen=True, kw_only=True):
     """There are not slots enough for a request whose turn it is. Whoever passes it from now on
     must have ended within the bound of overtaking."""
+
+    request: RequestId
+
+
+class Passed(Part, frozen=True, kw_only=True):
+    """Younger requests have gone before this one in this round."""
 
     request: RequestId
 
@@ -97,7 +111,7 @@ class WakeAt(Part, frozen=True, kw_only=True):
     at_ns: int
 
 
-Decision = StartPlan | Ride | Blocked | WakeAt
+Decision = StartPlan | Ride | Move | Blocked | Passed | WakeAt
 
 
 class Trial(Protocol):

@@ -75,6 +75,12 @@ class Landed(Event, frozen=True, tag="landed"):
     tokens: int
 
 
+class Moved(Event, frozen=True, tag="moved"):
+    """A sequence's KV lies where `commands.MoveKv` has said, and nowhere else."""
+
+    sequence: SequenceId
+
+
 class Freed(Event, frozen=True, tag="freed"):
     """An instance holds nothing of a sequence any more."""
 
@@ -208,6 +214,7 @@ AnyEvent = (
     | Cancelled
     | FirstToken
     | Landed
+    | Moved
     | Freed
     | Kept
     | Finished

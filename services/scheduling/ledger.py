@@ -46,6 +46,17 @@ class Ledger:
         for instance, count in slots.items():
             instances[instance].used += count
 
+    def resize(self, owner: int, slots: dict[InstanceId, int]) -> None:
+        """Give `owner`, who has some, that many slots of each instance and no others."""
+        held, instances = self._held[owner], self._instances
+        for instance, count in held.items():
+            instances[instance].used -= count
+        for instance, count in slots.items():
+            it = instances[instance]
+            assert 0 <= count <= it.capacity - it.used, f"no {count} slots free on {instance}"
+            it.used += count
+        self._held[owner] = slots
+
     def give_back(self, owner: int, instance: InstanceId) -> None:
         """Free what `owner` holds on an instance, if anything."""
         held = self._held.get(owner)

@@ -23,7 +23,7 @@ from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reuse
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import bounds_of, outside, own, parts, tokens_on, within
-from csps.services.scheduling.state import Pair, Request
+from csps.services.scheduling.state import Pair, Request, Sequence
 from csps.services.scheduling.step_shares import (
     Histories,
     chunk_of,
@@ -58,6 +58,25 @@ class PlanChecks:
             it = self._gangs.instances[instance]
             assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
         return needs
+
+    def check_moves(
+        self, moves: Iterable[tuple[Sequence, DecodePlacement]]
+    ) -> list[dict[InstanceId, int]]:
+        """Assert that sequences can go where they are to. Returns the slots that each needs."""
+        return [self._needs_of(partial(self._check_move, *it)) for it in moves]
+
+    def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> None:
+        assert sequence.joined_ns is not None, "moved before it is decoded"
+        assert not sequence.over, "moved when it is over"
+        assert not sequence.moves, "moved twice at a time"
+        start, stop = sequence.answer_span
+        assert parts(Span(0, start), placement.shares), "not the prompt's positions"
+        assert parts(Span(start, stop), placement.answer), "not the answer's positions"
+        held = tokens_on((*sequence.shares, *sequence.answer))
+        if not sequence.answer:
+            held[sequence.master_id] = held.get(sequence.master_id, 0) + stop - start
+        for instance, slots in decode_slots(placement, 0).items():
+            self._take(instance, max(0, slots - held.get(instance, 0)), sequence.decode.id)
 
     def _needs_of(self, check: Callable[[], None]) -> dict[InstanceId, int]:
         self._needs = {}

@@ -11,6 +11,8 @@ from csps.services.scheduling.commands import Piece, Reserve, RunStep
 from csps.services.scheduling.decisions import (
     Blocked,
     Decision,
+    Move,
+    Passed,
     PlannedStep,
     Ride,
     StartPlan,
@@ -52,11 +54,21 @@ class Plans:
         plans = [it for it in decisions if type(it) is StartPlan]
         rides = [it for it in decisions if type(it) is Ride]
         checks = PlanChecks(self._gangs, self._requests, self._prefix)
+        moves = [it for it in decisions if type(it) is Move]
+        moving = checks.check_moves(
+            [(self._sequences.by_id[it.sequence], it.placement) for it in moves]
+        )
         needs = checks.check(plans, rides)
         blocked = [it.request for it in decisions if type(it) is Blocked]
         self._requests.note_blocked(blocked)
+        for it in decisions:
+            if type(it) is Passed:
+                self._requests.live[it.request].passed_rounds += 1
         wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
         self._turn.wake_ns = min(wakes, default=None)
+        for move, needed in zip(moves, moving, strict=True):
+            if self._prefix.make_room(needed):
+                self._sequences.move(self._sequences.by_id[move.sequence], move.placement)
         starts: list[StartPlan | Ride] = [*plans, *rides]
         for decision, needed in zip(starts, needs, strict=True):
             if not self._begin(decision, needed, checks):

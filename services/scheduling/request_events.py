@@ -42,6 +42,7 @@ class RequestEvents:
             ev.Cancelled: self._cancelled,
             ev.FirstToken: self._first_token,
             ev.Landed: self._landed,
+            ev.Moved: self._moved,
             ev.Freed: self._freed,
             ev.Kept: self._kept,
             ev.Finished: self._finished,
@@ -72,6 +73,10 @@ class RequestEvents:
             wrong = self._sequences.landed(sequence, event.instance, event.tokens)
             if wrong is not None:
                 self._retries.broken(sequence, ProtocolError(wrong))
+
+    def _moved(self, event: ev.Moved) -> None:
+        if (sequence := self._sequences.serving(event.sequence)) is not None:
+            self._sequences.moved(sequence)
 
     def _freed(self, event: ev.Freed) -> None:
         self._gangs.hear(event.instance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from csps.services.scheduling.commands import Cancel, SetGroup, Share
+from csps.services.scheduling.commands import Cancel, MoveKv, SetGroup, Share
 from csps.services.scheduling.decisions import DecodePlacement
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, SequenceId
@@ -83,6 +83,7 @@ class Sequences:
             master=master,
             answer=placement.answer,
             drawn_before=request.drawn,
+            slots_stop=request.prompt_tokens + request.output_tokens,
             rides=rides,
             unlanded=unlanded,
             unfreed=dict.fromkeys(slots),
@@ -90,6 +91,7 @@ class Sequences:
         self.by_id[sequence.id] = sequence
         if slots:
             self.ledger.reserve(sequence.id, slots)
+            pair.decode.decoding[sequence.id] = sequence
             master.mastered += 1
             pair.decode.mastered += 1
         return sequence
@@ -164,6 +166,37 @@ class Sequences:
         self._prefix.decoded(gang, sequence.id, hashes[:whole], shares, slots)
         if use is not None:
             self._prefix.leave(use)
+    # --- moving ---
+
+    def move(self, sequence: Sequence, placement: DecodePlacement) -> None:
+        """Have its KV moved; until it is there, it has slots in both places."""
+        slots = self.ledger.held(sequence.id)
+        for instance, count in decode_slots(placement, 0).items():
+            slots[instance] = max(count, slots.get(instance, 0))
+        self.ledger.resize(sequence.id, slots)
+        sequence.moving = MoveKv(
+            gang=sequence.decode.id,
+            sequence=sequence.id,
+            shares=placement.shares,
+            master=placement.master,
+            answer=placement.answer,
+        )
+        sequence.unfreed.update(dict.fromkeys(slots))
+        self._turn.emit(sequence.moving)
+
+    def moved(self, sequence: Sequence) -> None:
+        """It goes on where it was moved to."""
+        placement = sequence.moving
+        assert placement is not None, "moved without being asked"
+        slots = decode_slots(placement, 0)
+        self.ledger.resize(sequence.id, slots)
+        sequence.unfreed = dict.fromkeys(slots)
+        sequence.shares, sequence.answer = placement.shares, placement.answer
+        sequence.master.mastered -= 1
+        sequence.master = self._gangs.instances[placement.master]
+        sequence.master.mastered += 1
+        sequence.moving = None
+        self._turn.stale = True
 
     # --- ends ---
 
@@ -208,6 +241,7 @@ class Sequences:
 
     def _over(self, sequence: Sequence) -> None:
         sequence.over = True
+        sequence.decode.decoding.pop(sequence.id, None)
         self._timers.call_off(sequence.landing_timer)
         self.closed_now[sequence.id] = sequence
 
@@ -231,6 +265,8 @@ class Sequences:
         gang = sequence.decode
         before_ns = gang.iteration_ns or measured_ns
         gang.iteration_ns = (7 * before_ns + measured_ns) // 8
+        took_ns = self._turn.now_ns - since_ns
+        gang.decode_ns = (7 * (gang.decode_ns or took_ns) + took_ns) // 8
 
     def freed(self, sequence: Sequence, instance: InstanceId) -> None:
         """An instance holds nothing of the sequence any more."""

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from csps.protocols.topology import Location
-from csps.services.scheduling.commands import Share
+from csps.services.scheduling.commands import MoveKv, Share
 from csps.services.scheduling.events import GangUp, InstanceUp
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
@@ -58,6 +58,8 @@ class Instance(Live, kw_only=True, eq=False):
     """What urgent steps have cost long ones here, ever; predicted, then measured."""
     free_at_ns: int = 0
     """When the outstanding steps will have been computed, as predicted; may be in the past."""
+    stepped_ns: int = 0
+    """When its last step was done; when it came up, before the first."""
     heard_ns: int = 0
     """Last sign of life."""
 
@@ -87,6 +89,10 @@ class Gang(Live, kw_only=True, eq=False):
     """Sequences that its instances draw."""
     iteration_ns: int = 0
     """Measured time from one token of a sequence to the next; 0 before the first answer."""
+    decode_ns: int = 0
+    """How long answers were decoded, smoothed; 0 before the first."""
+    decoding: dict[SequenceId, Sequence] = msgspec.field(default_factory=dict)
+    """Sequences that work for their requests and are, or will be, decoded here."""
     owing: dict[SequenceId, int] = msgspec.field(default_factory=dict)
     """Sequences that it owes tokens or slots, and since when; in that order."""
     resetting: bool = False
@@ -137,6 +143,8 @@ class Request(Live, kw_only=True, eq=False):
     """Since when those that pass it are held against `overtaking_s`."""
     hashes: tuple[bytes, ...] = ()
     """Of the client's prompt, block by block; none if its KV is not to be kept or reused."""
+    passed_rounds: int = 0
+    """Rounds in which younger ones went first."""
     drawn: int = 0
     """Tokens of the answer that were delivered."""
     attempts: int = 0
@@ -191,6 +199,10 @@ class Sequence(Live, kw_only=True, eq=False):
     landing_timer: Timer | None = None
     """Ends the sequence if its KV takes too long."""
     joined_ns: int | None = None
+    moving: MoveKv | None = None
+    """Where its KV is on its way to."""
+    slots_stop: int = 0
+    """No position from here on has a slot."""
     over: bool = False
     """Works for its request no more."""
     cached: int = 0
@@ -209,6 +221,26 @@ class Sequence(Live, kw_only=True, eq=False):
     def in_place(self) -> bool:
         """It is decoded where it is computed."""
         return self.prefill is self.decode
+
+    @property
+    def master_id(self) -> InstanceId:
+        """Who draws it."""
+        return self.master.id
+
+    @property
+    def request_id(self) -> RequestId:
+        """Whose attempt it is."""
+        return self.request.id
+
+    @property
+    def answer_span(self) -> tuple[int, int]:
+        """Positions of the answer that have slots."""
+        return max((it.stop for it in self.shares), default=0), self.slots_stop
+
+    @property
+    def moves(self) -> bool:
+        """Its KV is on its way to other instances."""
+        return self.moving is not None
 
     @property
     def landed(self) -> bool:
@@ -284,6 +316,7 @@ def _populate(gang: Gang, instances: Many[InstanceUp], now_ns: int) -> None:
             order=order.index(index),
             capacity=it.kv_slots,
             free_at_ns=now_ns,
+            stepped_ns=now_ns,
             heard_ns=now_ns,
         )
         for index, it in enumerate(instances)

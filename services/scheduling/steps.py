@@ -69,6 +69,7 @@ class Steps:
         first = _first_long(instance) is step
         del step.undone[instance.id]
         del instance.steps[step.id]
+        instance.stepped_ns = self._turn.now_ns
         self._true_up(step, instance, took_ns, first=first)
         self._turn.stale = True
         if not step.plan:

@@ -15,7 +15,7 @@ from csps.protocols.topology import Location
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.cost import Choice, StepTimes
 from csps.services.scheduling.holdups import HoldUp
-from csps.services.scheduling.ids import GangId, InstanceId, RequestId, StepId
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 from csps.services.scheduling.state import Line
 
 
@@ -93,6 +93,49 @@ class InstanceView(Protocol):
         """When all of them will have been computed, as predicted; may be in the past."""
         ...
 
+    @property
+    def stepped_ns(self) -> int:
+        """When the last one was done; the time of its coming up before the first."""
+        ...
+
+
+class SequenceView(Protocol):
+    """A request that has a place."""
+
+    @property
+    def id(self) -> SequenceId: ...
+    @property
+    def shares(self) -> Sequence[Share]:
+        """Where its prompt's KV is decoded."""
+        ...
+
+    @property
+    def answer(self) -> Sequence[Share]:
+        """Who keeps the answer's; none named: who draws it."""
+        ...
+
+    @property
+    def master_id(self) -> InstanceId:
+        """Who draws it."""
+        ...
+
+    @property
+    def joined_ns(self) -> int | None:
+        """Since when it is decoded; None while it is prefilled."""
+        ...
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def answer_span(self) -> tuple[int, int]:
+        """Positions of the answer that have slots, from one up to another."""
+        ...
+
+    @property
+    def moves(self) -> bool:
+        """Its KV is on its way to other instances."""
+        ...
+
 
 class GangView(Protocol):
     """What lives and dies together."""
@@ -116,6 +159,17 @@ class GangView(Protocol):
     @property
     def iteration_ns(self) -> int:
         """Measured time from one token of a sequence to the next; 0 before the first answer."""
+        ...
+
+    @property
+    def decode_ns(self) -> int:
+        """How long answers have been decoded that ended lately, on average; 0 before the first."""
+        ...
+
+    @property
+    def decoding(self) -> Mapping[SequenceId, SequenceView]:
+        """Sequences that it decodes, those included that are still prefilled; in the order of
+        their start."""
         ...
 
 
@@ -160,6 +214,11 @@ class RequestView(Protocol):
     @property
     def blocked_ns(self) -> int | None:
         """Since when it is blocked, if it was found to be."""
+        ...
+
+    @property
+    def passed_rounds(self) -> int:
+        """Rounds in which younger ones went first (`decisions.Passed`)."""
         ...
 
 

@@ -100,6 +100,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chunked_prefill": {"token_budget": 64, "max_batch": 32, "spread_tokens": 256},
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
+    "loongserve": {"tipping_tokens": 300, "scale_up_batch": 2, "max_batch": 32},
 }
 
 
@@ -150,9 +151,11 @@ async def answer(running: Running) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "gangs"),
     [
-        *((policy, {}) for policy in POLICIES),
+        *((policy, {}) for policy in POLICIES if policy != "loongserve"),
         ("chunked_prefill", {"roles": ELASTIC}),
         ("chunked_prefill", {"roles": ELASTIC, "instances": 1, "tp": 2}),
+        ("loongserve", {"roles": ELASTIC, "instances": 3}),
+        ("loongserve", {"roles": ELASTIC, "instances": 2, "tp": 2}),
     ],
 )
 async def test_greedy_tokens_equal_transformers_and_all_slots_come_back(

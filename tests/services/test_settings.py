@@ -56,7 +56,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         (
             {"elastic": {}},
             "scheduling: policy csps cannot use an elastic gang: csps, fixed_sp and tetris need "
-            "prefill and decode gangs, chunked_prefill takes either",
+            "prefill and decode gangs, loongserve needs an elastic gang, chunked_prefill takes "
+            "either",
         ),
         (
             {**ELASTIC, "prefill": {}, "decode": {"instances": 3}},

@@ -17,6 +17,8 @@ from csps.services.scheduling.policies.csps import Csps
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
 from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
+from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
+from csps.services.scheduling.policies.loongserve.policy import LoongServe
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris
 
@@ -36,6 +38,7 @@ _POLICIES: dict[str, _Known] = {
     "chunked_prefill": _Known(ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic")),
     "csps": _Known(CspsOptions, Csps, ("pair",)),
     "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
+    "loongserve": _Known(LoongServeOptions, LoongServe, ("elastic",)),
     "tetris": _Known(TetrisOptions, Tetris, ("pair",)),
 }
 
@@ -122,6 +125,10 @@ def _checked(name: str, value: object, kind: object) -> object:
         return value
     if kind == "Records":
         return _records(name, value)
+    if kind == "str":
+        if not isinstance(value, str):
+            raise ConfigError(f"option {name} must be a word, not {abridged(value)}")
+        return value
     if kind == "float | str":
         return value if isinstance(value, str) else _number(name, value, "float")
     return _number(name, value, kind)

@@ -90,7 +90,7 @@ def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.yaml")), ids=lambda it: it.stem)
 def test_every_named_cluster_can_be_loaded(path: Path) -> None:
     model = load_cluster(path.stem)
-    assert model.table.step(1).predict_ns(1000) > 0
+    assert model.table.step(1, model.prefill.tp).predict_ns(1000) > 0
 
 
 def test_tetris_16_has_the_times_of_table_1() -> None:

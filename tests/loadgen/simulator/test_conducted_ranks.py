@@ -39,7 +39,7 @@ class Ranks:
         self.gang = ConductedRanks(
             self.clock,
             instances,
-            hybrid=HYBRID,
+            hybrid=lambda _: HYBRID,
             quantum_ns=QUANTUM_NS,
             finished=lambda row: self._note(self.finished, row.sequence),
             prefilled=lambda row: self._note(self.prefilled, row.sequence),

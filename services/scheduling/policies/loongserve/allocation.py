@@ -39,6 +39,7 @@ def allocate(
     decoding: Sequence[Elastic],
     model: PrefillModel,
     *,
+    others: Sequence[Elastic] = (),
     move_ns_per_token: float | None,
 ) -> Allocation | None:
     """Choose instances for all of the requests.
@@ -46,14 +47,26 @@ def allocate(
     Args:
         prompts: R_p.
         idle: instances without KV that is decoded.
-        decoding: those that may be preempted or emptied.
+        decoding: those that may be preempted.
         model: times.
+        others: those that decode as well and may only be emptied.
         move_ns_per_token: of KV between two instances; None moves nothing.
 
     Returns:
         The instances, or None if those given have not slots enough.
     """
-    return _Allocating(prompts, idle, decoding, model, move_ns_per_token).run()
+    return _Allocating(prompts, idle, decoding, others, model, move_ns_per_token).run()
+
+
+def targets_of(source: Elastic, others: Sequence[Elastic]) -> Migration | None:
+    """Where all KV of an instance fits, those with the most unused slots first; None if nowhere."""
+    left, targets = source.used, []
+    for other in sorted(others, key=lambda it: (-it.unused, it.order)):
+        tokens = min(left, other.unused)
+        if tokens:
+            targets.append((other.id, tokens))
+            left -= tokens
+    return None if left else Migration(source.id, tuple(targets))
 
 
 class _Allocating:
@@ -62,14 +75,16 @@ class _Allocating:
         prompts: Sequence[Prompt],
         idle: Sequence[Elastic],
         decoding: Sequence[Elastic],
+        others: Sequence[Elastic],
         model: PrefillModel,
         move_ns_per_token: float | None,
     ) -> None:
         self._model, self._move_ns = model, move_ns_per_token
         self._lengths = [it.tokens for it in prompts]
         self._chosen = list(idle)
-        self._left = list(decoding)
-        self._room = {it.id: it.unused for it in decoding}
+        self._decoding = decoding
+        self._left = [*decoding, *others]
+        self._room = {it.id: it.unused for it in self._left}
         """Slots for KV that moves; instances that were chosen take none."""
         self._migrations: list[Migration] = []
         self._preempted: list[InstanceId] = []
@@ -90,7 +105,7 @@ class _Allocating:
         empty them, as far as the others have room."""
         need = sum(self._lengths) - sum(it.unused for it in self._chosen)
         taken = []
-        for it in sorted(self._left, key=lambda it: (-it.unused, it.order)):
+        for it in sorted(self._decoding, key=lambda it: (-it.unused, it.order)):
             if need <= 0:
                 break
             need -= it.unused
@@ -138,11 +153,5 @@ class _Allocating:
             source.id == target for it in self._migrations for target, _ in it.targets
         ):
             return None
-        left, targets = source.used, []
-        others = [it for it in self._left if it.id != source.id]
-        for other in sorted(others, key=lambda it: (-self._room[it.id], it.order)):
-            tokens = min(left, self._room[other.id])
-            if tokens:
-                targets.append((other.id, tokens))
-                left -= tokens
-        return None if left else Migration(source.id, tuple(targets))
+        others = [it._replace(unused=self._room[it.id]) for it in self._left if it != source]
+        return targets_of(source, others)

@@ -14,14 +14,16 @@ from typing import NamedTuple
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.loongserve.jobs import Elastic, Prompt
 
+Parts = tuple[tuple[InstanceId, int], ...]
+"""Instances and tokens, in the order of positions."""
+
 
 class Kept(NamedTuple):
     """Where a request's KV is to lie."""
 
-    prompt: tuple[tuple[InstanceId, int], ...]
-    """Instances and tokens, in the order of the prompt's positions."""
-    answer: tuple[tuple[InstanceId, int], ...]
-    """The same of the tokens to come."""
+    prompt: Parts
+    answer: Parts
+    """Of the tokens to come."""
     master: InstanceId
 
 
@@ -47,42 +49,53 @@ def fewest(tokens: int, instances: Sequence[Elastic]) -> int:
 
 
 def keep(
-    prompts: Sequence[Prompt],
-    group: Sequence[Elastic],
-    others: Sequence[Elastic],
+    batches: Sequence[tuple[Sequence[Prompt], Sequence[Elastic]]],
+    everyone: Sequence[Elastic],
     mastered: Mapping[InstanceId, int],
     *,
     scale_up_batch: int,
-) -> tuple[Kept, ...]:
-    """Place the KV of a batch that is prefilled on a group.
+) -> list[tuple[Kept, ...]]:
+    """Place the KV of batches that are prefilled on disjoint groups.
 
     Args:
-        prompts: the batch.
-        group: its instances; together they have slots for the prompts.
-        others: further ones of the gang, which may keep answers; the preferred ones first.
+        batches: prompts and instances of each; these have slots for those.
+        everyone: all instances of the gang; together they have slots for all answers as well.
         mastered: rows that each instance draws already.
         scale_up_batch: rows from which on a master is compute-bound.
 
     Returns:
-        For each prompt in its order.
+        Of each batch, for each prompt in its order.
     """
-    holders = [_Holder(it, mastered.get(it.id, 0)) for it in _preferred(group, mastered)]
-    spare = [_Holder(it, mastered.get(it.id, 0)) for it in others]
+    holders = {it.id: _Holder(it, mastered.get(it.id, 0)) for it in everyone}
+    placed = [
+        _place_prompts(prompts, [holders[it.id] for it in group], scale_up_batch)
+        for prompts, group in batches
+    ]
+    spare = sorted(holders.values(), key=lambda it: (not it.mastered, -it.unused, it.order))
+    return [tuple(_place_answer(*it, spare) for it in lines) for lines in placed]
+
+
+def _place_prompts(
+    prompts: Sequence[Prompt], group: Sequence[_Holder], scale_up_batch: int
+) -> list[tuple[Prompt, list[_Holder], Parts]]:
+    """Of each prompt, where its KV goes, and in which order the group's instances serve it.
+    Prompts cannot go elsewhere: they take slots before any answer."""
+    # Instances that decode already go first, so that idle ones stay idle; then the roomiest.
+    holders = sorted(group, key=lambda it: (not it.mastered, -it.unused, it.order))
     size = _size(prompts, holders, scale_up_batch)
     lines = []
     for prompt in prompts:
         master = _master(prompt, holders[:size])
         line = [master, *(it for it in holders if it is not master)]
         lines.append((prompt, line, _fill(prompt.tokens, line)))
-    return tuple(
-        Kept(kept, _fill(prompt.answer, [*line, *spare]), line[0].id)
-        for prompt, line, kept in lines  # prompts cannot go elsewhere: they take slots first
-    )
+    return lines
 
 
-def _preferred(group: Sequence[Elastic], mastered: Mapping[InstanceId, int]) -> list[Elastic]:
-    """Instances that decode already go first, so that idle ones stay idle; then the roomiest."""
-    return sorted(group, key=lambda it: (not mastered.get(it.id, 0), -it.unused, it.order))
+def _place_answer(
+    prompt: Prompt, line: list[_Holder], kept: Parts, spare: Sequence[_Holder]
+) -> Kept:
+    others = [it for it in spare if it not in line]
+    return Kept(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
 
 
 def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], scale_up_batch: int) -> int:
@@ -108,7 +121,7 @@ def _master(prompt: Prompt, holders: Sequence[_Holder]) -> _Holder:
     return master
 
 
-def _fill(tokens: int, line: Sequence[_Holder]) -> tuple[tuple[InstanceId, int], ...]:
+def _fill(tokens: int, line: Sequence[_Holder]) -> Parts:
     """Take slots of one instance after the other."""
     parts = []
     left = tokens

@@ -1,4 +1,4 @@
-"""Waiting for more instances, and what may be done meanwhile (LoongServe App. A)."""
+"""When it is better to wait for more instances (LoongServe App. A)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,3 @@ def worth_waiting(
         return False
     lengths = [it.tokens for it in prompts]
     return wait < model.ns(lengths, dop) - model.ns(lengths, all_dop)
-
-
-def greedy(
-    prompts: Sequence[Prompt], dop: int, end_by_ns: float, model: PrefillModel
-) -> tuple[Prompt, ...]:
-    """Work for instances that a round has left over: the oldest requests, as many as are done
-    before the slowest iteration of the round, `end_by_ns` from now."""
-    taken: list[Prompt] = []
-    for prompt in prompts:
-        lengths = [it.tokens for it in (*taken, prompt)]
-        if model.ns(lengths, dop) <= end_by_ns:
-            taken.append(prompt)
-    return tuple(taken)

@@ -16,8 +16,8 @@ from csps.services.scheduling.policies.loongserve.jobs import (
     Prompt,
 )
 from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
-from csps.services.scheduling.policies.loongserve.scaling import fewest, keep
-from csps.services.scheduling.policies.loongserve.waiting import greedy, wait_ns, worth_waiting
+from csps.services.scheduling.policies.loongserve.scaling import Kept, fewest, keep
+from csps.services.scheduling.policies.loongserve.waiting import wait_ns, worth_waiting
 
 # T = 100 + 1000/dop * tokens: tips at 200, which is at dop/10 tokens.
 MODEL = PrefillModel(lambda dop: Eq7(100.0, 1000.0 / dop, 0.0))
@@ -26,6 +26,19 @@ FLAT = PrefillModel(lambda dop: Eq7(1000.0, 2.0 / dop, 0.0))
 
 def instance(number: int, unused: int, used: int = 0) -> Elastic:
     return Elastic(number, number, unused, used)
+
+
+def kept_of(
+    prompts: list[Prompt],
+    group: list[Elastic],
+    others: list[Elastic],
+    mastered: dict[int, int],
+    *,
+    scale_up_batch: int,
+) -> tuple[Kept, ...]:
+    """Of one batch."""
+    (found,) = keep([(prompts, group)], [*group, *others], mastered, scale_up_batch=scale_up_batch)
+    return found
 
 
 def dispatcher(
@@ -211,7 +224,7 @@ def test_the_least_degree_that_holds_the_kv() -> None:
 
 def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
     group = [instance(0, 300), instance(1, 400), instance(2, 200)]
-    kept = keep([Prompt(1, 300, 50), Prompt(2, 30, 20)], group, [], {}, scale_up_batch=9)
+    kept = kept_of([Prompt(1, 300, 50), Prompt(2, 30, 20)], group, [], {}, scale_up_batch=9)
     assert [it.prompt for it in kept] == [((1, 300),), ((1, 30),)]
     assert [it.master for it in kept] == [1, 1]
 
@@ -219,7 +232,7 @@ def test_a_batch_keeps_one_instance_if_that_holds_it_all() -> None:
 def test_600k_on_100_200_and_400_thousand_slots() -> None:
     """§4.1's example: reactive migration needs 200K on each, and the first has 100K."""
     group = [instance(0, 100), instance(1, 200), instance(2, 400)]
-    (kept,) = keep([Prompt(1, 600, 50)], group, [], {}, scale_up_batch=9)
+    (kept,) = kept_of([Prompt(1, 600, 50)], group, [], {}, scale_up_batch=9)
     assert sorted(kept.prompt) == [(1, 200), (2, 400)]
     assert sum(tokens for _, tokens in kept.answer) == 50
 
@@ -227,7 +240,7 @@ def test_600k_on_100_200_and_400_thousand_slots() -> None:
 def test_the_six_slots_of_figure_4() -> None:
     """Two instances of three slots, two and one of them taken: three free ones in all serve a
     request of three tokens, which no group that keeps requests together can."""
-    (kept,) = keep(
+    (kept,) = kept_of(
         [Prompt(1, 2, 1)], [instance(0, 1, 2), instance(1, 2, 1)], [], {}, scale_up_batch=9
     )
     assert (kept.prompt, kept.answer) == (((1, 2),), ((0, 1),))
@@ -236,20 +249,20 @@ def test_the_six_slots_of_figure_4() -> None:
 def test_who_decodes_already_is_preferred() -> None:
     """So that idle instances stay idle: batches merge."""
     group = [instance(0, 900), instance(1, 100, used=800)]
-    (kept,) = keep([Prompt(1, 60, 20)], group, [], {1: 4}, scale_up_batch=9)
+    (kept,) = kept_of([Prompt(1, 60, 20)], group, [], {1: 4}, scale_up_batch=9)
     assert kept.master == 1
 
 
 def test_masters_share_a_large_batch_evenly() -> None:
     group = [instance(n, 10_000) for n in range(4)]
     prompts = [Prompt(n, 10, 10) for n in range(11)]
-    kept = keep(prompts, group, [], {}, scale_up_batch=4)
+    kept = kept_of(prompts, group, [], {}, scale_up_batch=4)
     counts = [sum(it.master == n for it in kept) for n in range(4)]
     assert sorted(counts) == [0, 3, 4, 4]
 
 
 def test_an_answer_without_room_in_the_group_goes_on_elsewhere() -> None:
-    (kept,) = keep(
+    (kept,) = kept_of(
         [Prompt(1, 90, 30)], [instance(0, 100)], [instance(1, 500)], {}, scale_up_batch=9
     )
     assert kept.answer == ((0, 10), (1, 20))
@@ -273,7 +286,7 @@ def test_every_token_has_a_slot(
         return
     taken = dict.fromkeys([it.id for it in (*group, *spare)], 0)
     for prompt, it in zip(
-        prompts, keep(prompts, group, spare, {}, scale_up_batch=threshold), strict=True
+        prompts, kept_of(prompts, group, spare, {}, scale_up_batch=threshold), strict=True
     ):
         assert sum(n for _, n in it.prompt) == prompt.tokens
         assert sum(n for _, n in it.answer) == prompt.answer
@@ -296,14 +309,6 @@ def test_waiting_by_hand() -> None:
     assert not worth_waiting(prompts, 4, 4, 0, FLAT)
 
 
-def test_greedy_work_ends_before_the_slowest_iteration() -> None:
-    """On one instance 1000 + 2 * tokens."""
-    prompts = [Prompt(n, tokens, 1) for n, tokens in enumerate((100, 900, 50))]
-    assert [it.id for it in greedy(prompts, 1, 1300, FLAT)] == [0, 2]
-    assert greedy(prompts, 1, 1199, FLAT) == (prompts[2],)
-    assert greedy(prompts, 1, 1000, FLAT) == ()
-
-
 def test_an_answer_grows_where_its_prompt_lies() -> None:
     with pytest.raises(AssertionError):
-        keep([Prompt(1, 90, 30)], [instance(0, 100)], [], {}, scale_up_batch=9)
+        kept_of([Prompt(1, 90, 30)], [instance(0, 100)], [], {}, scale_up_batch=9)

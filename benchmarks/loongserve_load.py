@@ -1,0 +1,239 @@
+"""LoongServe's Figs. 10 and 12 in the simulator: how much load each system carries.
+
+    python benchmarks/loongserve_load.py fig12 --json benchmarks/results/loongserve-fig12.json
+    python benchmarks/loongserve_load.py fig10 --json benchmarks/results/loongserve-fig10.json
+
+Fig. 12: the highest rate at which 90 % of the requests have a time to the first token of at most 25
+times what it takes alone on SP4 TP2, or 15 s if that is more, and 50 ms a token after it. Fig. 10:
+the highest rate within bounds on mean latency per token, total, input and output. A rate is carried
+if it is with all seeds. Simulated time counts: the figures are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.requests import Outcome
+from csps.loadgen.simulator.simulate import simulate
+from csps.loadgen.workloads.arrivals import Arrivals
+from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.named import workload
+from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
+
+
+class System(NamedTuple):
+    """What serves."""
+
+    name: str
+    cluster: str
+    policy: str
+    options: dict[str, object]
+
+
+FEWEST = 200
+"""Requests of a run."""
+MAX_BATCH = 4096
+"""Slots are what limits a batch, as in the paper's systems."""
+MOVE_US = 1311
+"""For 1,000 tokens of 512 KiB of KV over two pairs of NVLink."""
+ELASTIC = System(
+    "LoongServe",
+    "loongserve-8",
+    "loongserve",
+    {"max_batch": MAX_BATCH, "max_num_ooe": 64, "move_us_per_1k_tokens": MOVE_US},
+)
+
+
+def _static(name: str, cluster: str, dop: int) -> System:
+    return System(name, cluster, "loongserve", {"max_batch": MAX_BATCH, "static_dop": dop})
+
+
+STATIC = (
+    _static("TP8", "loongserve-8-tp8", 1),
+    _static("SP4 TP2", "loongserve-8", 4),
+    _static("TP2 x 4", "loongserve-8", 1),
+)
+CHUNKED = System(
+    "SplitFuse TP8", "loongserve-8-tp8", "chunked_prefill", {"max_batch": 512, "token_budget": 2048}
+)
+PAPER_12 = {
+    "LoongServe": (1.122, 2.925, 8.757),
+    "TP8": (0.405, 1.355, 5.723),
+    "SP4 TP2": (0.481, 1.478, 5.447),
+    "TP2 x 4": (0.360, 1.289, 5.000),
+}
+"""Requests/s by Zipf's alpha 1.0, 1.2, 1.4."""
+ALPHAS = (1.0, 1.2, 1.4)
+TPOT_S, TTFT_S, TIMES = 0.05, 15.0, 25
+ALONE = LOONGSERVE_LWM_7B_A800.step(4, 2)
+
+PAPER_10 = {
+    "sharegpt": {"LoongServe": 24.866, "TP8": 6.224, "SplitFuse TP8": 22.073},
+    "l-eval": {"LoongServe": 2.249, "TP8": 0.753, "SplitFuse TP8": 1.225},
+    "lv-eval": {"LoongServe": 0.201, "TP8": 0.024, "SplitFuse TP8": 0.019},
+    "mixed": {"LoongServe": 0.516, "TP8": 0.114, "SplitFuse TP8": 0.083},
+}
+"""Requests/s that meet all three bounds."""
+BOUNDS_MS = {
+    "sharegpt": (92, 20, 320),
+    "l-eval": (3.5, 1.8, 320),
+    "lv-eval": (2.5, 2.5, 365),
+    "mixed": (70, 90, 360),
+}
+"""Mean latency per token of prompt and answer, time to the first token per token of the prompt,
+time per token of the answer."""
+BUDGETS = {"sharegpt": 256, "l-eval": 2048, "lv-eval": 16384, "mixed": 2048}
+OOE = {"sharegpt": 1, "l-eval": 8, "lv-eval": 8, "mixed": 4}
+
+
+def _tpot_s(outcome: Outcome) -> float:
+    drawn = outcome.arrival.output_tokens
+    return (outcome.ended_ns - outcome.first_token_ns) / max(1, drawn - 1) / 1e9
+
+
+def in_time(outcome: Outcome) -> bool:
+    """Fig. 12's bounds of one request."""
+    alone_s = ALONE.predict_ns(outcome.arrival.prompt_tokens) / 1e9
+    ttft_s = outcome.ttft_ns / 1e9
+    return ttft_s <= max(TIMES * alone_s, TTFT_S) and _tpot_s(outcome) <= TPOT_S
+
+
+def goodput(outcomes: Sequence[Outcome]) -> bool:
+    """Nine requests of ten are in time."""
+    return sum(map(in_time, outcomes)) >= 0.9 * len(outcomes)
+
+
+def means_ms(outcomes: Sequence[Outcome]) -> tuple[float, float, float]:
+    """Fig. 10's metrics."""
+    total = first = output = 0.0
+    for it in outcomes:
+        prompt, answer = it.arrival.prompt_tokens, it.arrival.output_tokens
+        total += (it.ended_ns - it.arrival.at_ns) / 1e6 / (prompt + answer)
+        first += it.ttft_ns / 1e6 / prompt
+        output += _tpot_s(it) * 1e3
+    count = len(outcomes)
+    return total / count, first / count, output / count
+
+
+def within(name: str) -> Callable[[Sequence[Outcome]], bool]:
+    """Fig. 10's bounds of a workload."""
+    return lambda outcomes: all(
+        found <= bound for found, bound in zip(means_ms(outcomes), BOUNDS_MS[name], strict=True)
+    )
+
+
+def carries(
+    system: System,
+    name: str,
+    rate: float,
+    meets: Callable[[Sequence[Outcome]], bool],
+    seconds: float,
+    seeds: Sequence[int],
+) -> bool:
+    """Whether a system keeps the bounds at a rate, with every seed."""
+    cluster: ClusterModel = load_cluster(system.cluster)
+    requests = max(FEWEST, round(rate * seconds))
+    for seed in seeds:
+        fitted = generate(
+            workload(name),
+            requests,
+            arrivals=Arrivals(rate=rate),
+            seed=seed,
+            size=Size(positions=cluster.max_positions, longest_output=None),
+        )
+        found = simulate(cluster, system.policy, dict(system.options), fitted)
+        served = [it for it in found.outcomes if not it.error]
+        if len(served) < len(found.outcomes) or not meets(served):
+            return False
+    return True
+
+
+def highest(carries_rate: Callable[[float], bool], guess: float, steps: int) -> float:
+    """The highest rate that is carried, by bisection in ratios from a guess."""
+    low, high = 0.0, 0.0
+    rate = guess
+    for _ in range(8):
+        if carries_rate(rate):
+            low, rate = rate, rate * 1.6
+        else:
+            high, rate = rate, rate / 1.6
+        if low and high:
+            break
+    if not (low and high):
+        return low
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        if carries_rate(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def main() -> None:
+    """Print a line for each system and workload, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("figure", choices=("fig10", "fig12"))
+    parser.add_argument("--seconds", type=float, default=100, help="of arrivals, at least")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=3, help="of bisection after it is bracketed")
+    parser.add_argument("--only", nargs="+", default=[], help="systems")
+    parser.add_argument("--workloads", nargs="+", default=[], help="of the figure's")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.figure == "fig12":
+        tasks = [
+            (system, f"zipf:{alpha}", goodput, PAPER_12[system.name][index])
+            for index, alpha in enumerate(ALPHAS)
+            for system in (ELASTIC, *STATIC)
+        ]
+    else:
+        tasks = [
+            (_tuned(system, name), name, within(name), PAPER_10[name][system.name])
+            for name in PAPER_10
+            for system in (ELASTIC, STATIC[0], CHUNKED)
+        ]
+    rows = []
+    for system, name, meets, paper in tasks:
+        if arguments.only and system.name not in arguments.only:
+            continue
+        if arguments.workloads and name not in arguments.workloads:
+            continue
+        rate = highest(
+            lambda rate: carries(system, name, rate, meets, arguments.seconds, arguments.seeds),  # noqa: B023
+            paper,
+            arguments.steps,
+        )
+        rows.append(
+            {"workload": name, "system": system.name, "rate": round(rate, 4), "paper": paper}
+        )
+        print(f"{name:10} {system.name:14} {rate:8.3f}  paper {paper:7.3f}", flush=True)
+    if arguments.json is not None:
+        document = {
+            "figure": arguments.figure,
+            "seconds": arguments.seconds,
+            "seeds": arguments.seeds,
+            "bisections": arguments.steps,
+            "rows": rows,
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _tuned(system: System, name: str) -> System:
+    """With what the paper's authors have chosen for a workload."""
+    options = dict(system.options)
+    if system.policy == "chunked_prefill":
+        options["token_budget"] = max(BUDGETS[name], int(str(options["max_batch"])))
+    elif not options.get("static_dop"):
+        options["max_num_ooe"] = OOE[name]
+    return system._replace(options=options)
+
+
+if __name__ == "__main__":
+    main()

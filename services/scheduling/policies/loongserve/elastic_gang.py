@@ -1,0 +1,144 @@
+"""An elastic gang in a round of the policy `loongserve`: who prefills, who decodes, who is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Decoding, Elastic
+from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
+from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
+from csps.services.scheduling.view import GangView, SequenceView, View
+
+
+class ElasticGang:
+    """Decode groups follow from where KV lies: sequences that share an instance are decoded
+    together, and their instances are a group. An instance in no group that computes no step is
+    idle."""
+
+    def __init__(self, gang: GangView, view: View, options: LoongServeOptions) -> None:
+        self._gang, self._view, self._options = gang, view, options
+        self._rows: dict[InstanceId, list[SequenceView]] = {it.id: [] for it in gang.instances}
+        joined = [it for it in gang.decoding.values() if it.joined_ns is not None]
+        merged: list[tuple[set[InstanceId], list[SequenceView]]] = []
+        for sequence in gang.decoding.values():
+            self._rows[sequence.master_id].append(sequence)
+        for sequence in joined:
+            concerned, rows = instances_of(sequence), [sequence]
+            apart = []
+            for members, others in merged:
+                if members.isdisjoint(concerned):
+                    apart.append((members, others))
+                else:
+                    concerned, rows = concerned | members, [*others, *rows]
+            merged = [*apart, (concerned, rows)]
+        self._groups = merged
+        self.unused = {it.id: it.free_slots for it in gang.instances}
+        """Slots that nobody was promised, this round included."""
+        self.model = PrefillModel(self._line, options.tipping_tokens)
+
+    def _line(self, dop: int) -> Eq7:
+        alpha, beta, _, gamma = self._view.cost.exact(dop, self._gang.tp).in_ns
+        return Eq7(alpha, beta, gamma)
+
+    @property
+    def mastered(self) -> dict[InstanceId, int]:
+        """Rows that each instance draws, or will."""
+        return {instance: len(rows) for instance, rows in self._rows.items()}
+
+    def elastic(self, instances: Sequence[InstanceId]) -> tuple[Elastic, ...]:
+        """As the four steps see them."""
+        return tuple(
+            Elastic(it.id, it.order, self.unused[it.id], it.capacity - self.unused[it.id])
+            for it in self._gang.instances
+            if it.id in instances
+        )
+
+    @property
+    def all(self) -> tuple[Elastic, ...]:
+        """Every instance."""
+        return self.elastic([it.id for it in self._gang.instances])
+
+    def ready_ns(self, instances: Sequence[InstanceId]) -> int | None:
+        """From when on these may prefill: at once if they decode nothing; None while they do."""
+        found = [it for it in self._gang.instances if it.id in instances]
+        if any(it.steps for it in found):
+            return None
+        rows = [
+            sequence
+            for members, rows in self._groups
+            if not members.isdisjoint(instances)
+            for sequence in rows
+        ]
+        if not rows:
+            return self._view.now_ns
+        iteration_ns = self._iteration_ns(len(found), rows)
+        return max(it.stepped_ns for it in found) + self._options.decode_iterations * iteration_ns
+
+    @property
+    def busy(self) -> set[InstanceId]:
+        """They prefill, or KV moves."""
+        moving = [it for it in self.sequences if it.moves]
+        return {it.id for it in self._gang.instances if it.steps}.union(
+            *(instances_of(it) for it in moving)
+        )
+
+    @property
+    def idle(self) -> tuple[Elastic, ...]:
+        """They neither prefill nor decode."""
+        taken = self.busy.union(*(members for members, _ in self._groups))
+        taken |= {it for sequence in self._gang.decoding.values() for it in instances_of(sequence)}
+        return self.elastic([it.id for it in self._gang.instances if it.id not in taken])
+
+    @property
+    def movable(self) -> tuple[Elastic, ...]:
+        """Instances that decode, and all of whose slots belong to sequences that can move now."""
+        held: dict[InstanceId, int] = {}
+        for it in self.sequences:
+            if it.joined_ns is None or it.moves:
+                continue
+            for share in it.shares:
+                held[share.instance] = held.get(share.instance, 0) + share.tokens
+            start, stop = it.answer_span
+            for share in it.answer or (Share(it.master_id, start, stop),):
+                held[share.instance] = held.get(share.instance, 0) + share.tokens
+        busy = self.busy
+        return tuple(
+            it for it in self.all if it.id not in busy and it.used and it.used == held.get(it.id, 0)
+        )
+
+    @property
+    def sequences(self) -> list[SequenceView]:
+        """All that are decoded here, or will be."""
+        return list(self._gang.decoding.values())
+
+    def batches(self) -> list[tuple[DecodeBatch, int]]:
+        """Decode groups that do not prefill, and from when on they may be preempted."""
+        busy = self.busy
+        stepped = {it.id: it.stepped_ns for it in self._gang.instances}
+        found = []
+        for members, rows in self._groups:
+            if not busy.isdisjoint(members):
+                continue
+            iteration_ns = self._iteration_ns(len(members), rows)
+            requests = tuple(self._decoding(it, iteration_ns) for it in rows)
+            batch = DecodeBatch(self.elastic(sorted(members)), requests)
+            since_ns = max(stepped[it] for it in members)
+            found.append((batch, since_ns + self._options.decode_iterations * iteration_ns))
+        return found
+
+    def _iteration_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
+        context = sum(share.tokens for it in rows for share in it.shares)
+        return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, len(rows), context))
+
+    def _decoding(self, sequence: SequenceView, iteration_ns: int) -> Decoding:
+        """How many tokens were drawn is what the shell knows; time tells nearly."""
+        assert sequence.joined_ns is not None
+        executed_ns = self._view.now_ns - sequence.joined_ns
+        return Decoding(max(1, executed_ns // iteration_ns), executed_ns)
+
+
+def instances_of(sequence: SequenceView) -> set[InstanceId]:
+    """Who takes part in decoding it."""
+    return {sequence.master_id, *(it.instance for it in (*sequence.shares, *sequence.answer))}

@@ -1,0 +1,341 @@
+"""LoongServe: groups of instances that change from iteration to iteration (§5).
+
+On an elastic gang every round decides in four steps: which of the waiting requests are prefilled
+next (`dispatch`), on which instances (`allocation`), in which batches (`batching`), and where their
+KV stays (`scaling`). A prefill so runs on as many instances as pay, and leaves its KV, without a
+message more, on the fewest that hold it. Short and long prompts do not wait for one another, and
+what decodes is disturbed only where that gains more than it costs.
+
+**Nothing is evicted.** A request starts when the gang has slots for its prompt and for the longest
+answer that it may draw; all of them are promised then. An answer grows over as many instances as it
+takes, without moving a token: its decode group scales up when it comes to slots of another one.
+
+**Nobody starves.** A request that finds no slots is passed by younger ones in `max_num_ooe` rounds
+at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from csps.services.scheduling.decisions import (
+    Blocked,
+    Decision,
+    Move,
+    Passed,
+    StartPlan,
+    Trial,
+    WakeAt,
+)
+from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.loongserve.allocation import (
+    Migration,
+    allocate,
+    targets_of,
+)
+from csps.services.scheduling.policies.loongserve.batching import (
+    MOST_INSTANCES,
+    MOST_REQUESTS,
+    Objective,
+    most_requests,
+    plain,
+    pruned,
+)
+from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
+from csps.services.scheduling.policies.loongserve.elastic_gang import ElasticGang
+from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Elastic, Prompt
+from csps.services.scheduling.policies.loongserve.migrating import moves
+from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
+from csps.services.scheduling.policies.loongserve.planning import start
+from csps.services.scheduling.policies.loongserve.scaling import Kept, keep
+from csps.services.scheduling.policies.loongserve.static import StaticGroups
+from csps.services.scheduling.policies.loongserve.waiting import wait_ns, worth_waiting
+from csps.services.scheduling.state import Line
+from csps.services.scheduling.view import PairView, RequestView, View
+
+
+class LoongServe:
+    """The policy of this module's description."""
+
+    name = "loongserve"
+    whole_prompts = False
+
+    def __init__(
+        self, options: LoongServeOptions | None = None, decode: DecodeOptions | None = None
+    ) -> None:
+        self.options = options or LoongServeOptions()
+        self.decode_options = decode or DecodeOptions()
+
+    @property
+    def digest(self) -> str:
+        """The options themselves."""
+        return f"{self.options} {self.decode_options}"
+
+    def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
+        """Nobody is urgent."""
+        return "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        """One round on every elastic gang."""
+        started: dict[RequestId, None] = {}
+        decisions: list[Decision] = []
+        for pair in view.pairs:
+            decided = _Round(pair, view, self.options, self.decode_options, started).decide()
+            decisions += decided
+        oldest = next(iter(view.waiting("long")), None)
+        if oldest is not None and oldest.id not in started:
+            decisions.append(Blocked(request=oldest.id))
+        return decisions
+
+    def trial(self, pair: PairView) -> Trial:
+        """On an idle gang."""
+        return _Trial(pair, self.options.static_dop)
+
+
+class _Trial:
+    def __init__(self, pair: PairView, static_dop: int) -> None:
+        instances = pair.decode.instances
+        slots = [it.free_slots for it in sorted(instances, key=lambda it: it.order)]
+        size = min(static_dop or len(slots), len(slots))
+        groups = range(0, len(slots) - size + 1, size)
+        self._slots = max(sum(slots[at : at + size]) for at in groups)
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Any token may lie on any instance."""
+        return prompt_tokens + output_tokens <= self._slots
+
+
+class _Round:
+    """One gang."""
+
+    def __init__(
+        self,
+        pair: PairView,
+        view: View,
+        options: LoongServeOptions,
+        decode: DecodeOptions,
+        started: dict[RequestId, None],
+    ) -> None:
+        self._pair, self._view = pair, view
+        self._options, self._max_batch = options, decode.max_batch
+        self._started = started
+        self._gang = ElasticGang(pair.decode, view, options)
+        self._model = self._gang.model
+        self._wakes: list[int] = []
+        self._moved: dict[SequenceId, None] = {}
+
+    def decide(self) -> Iterator[Decision]:
+        """What starts, who was passed, and when to ask again."""
+        if dop := self._options.static_dop:
+            yield from self._static(dop)
+            return
+        idle, batches = self._gang.idle, self._batches()
+        migration = None
+        if not idle:
+            idle, migration = self._emptied()
+            ids = {it.id for it in idle}
+            batches = [it for it in batches if ids.isdisjoint(one.id for one in it.instances)]
+        if not idle and not batches:
+            yield from self._asking_again()
+            return
+        dispatched = self._dispatch(idle, batches)
+        if dispatched.prompts and not self._waits(dispatched, idle, batches):
+            yield from self._moves([migration] if migration else [])
+            yield from self._plans(dispatched, idle)
+            youngest = max(self._started, default=-1)
+            for it in self._pending():
+                if it.id > youngest:
+                    break
+                yield Passed(request=it.id)
+        yield from self._asking_again()
+
+    def _static(self, dop: int) -> Iterator[Decision]:
+        groups = StaticGroups(self._gang, dop, self._view.now_ns, self._room())
+        for decision in groups.decide(list(self._pending())):
+            if isinstance(decision, StartPlan):
+                self._started.update((it.request, None) for it in decision.decode)
+            yield decision
+
+    def _asking_again(self) -> Iterator[Decision]:
+        future = [it for it in self._wakes if it > self._view.now_ns]
+        if future:
+            yield WakeAt(at_ns=min(future))
+
+    # --- §5.1 ---
+
+    def _batches(self) -> list[DecodeBatch]:
+        """Those that may be preempted now."""
+        ready = []
+        for batch, from_ns in self._gang.batches():
+            if from_ns <= self._view.now_ns:
+                ready.append(batch)
+            else:
+                self._wakes.append(from_ns)
+        return ready
+
+    def _pending(self) -> Iterator[Prompt]:
+        """Of the oldest one's class: requests of several cannot share a step."""
+        cls = None
+        for it in islice(self._view.waiting("long"), MOST_REQUESTS):
+            fits = it.prompt_tokens + it.output_tokens <= self._pair.max_positions
+            if fits and it.id not in self._started and cls in (None, it.cls):
+                cls = it.cls
+                yield _prompt(it)
+
+    def _dispatch(self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]) -> Dispatched:
+        available = len(idle) + sum(len(it.instances) for it in batches)
+        room = self._max_batch - self._pair.decode.mastered
+        dispatcher = Dispatcher(
+            self._model,
+            future_slots=sum(self._gang.unused.values()),
+            average_decode_ns=self._pair.decode.decode_ns,
+            most=max(0, min(most_requests(available), room)),
+            max_num_ooe=self._options.max_num_ooe,
+        )
+        return dispatcher.dispatch(self._pending(), idle, batches)
+
+    def _emptied(self) -> tuple[tuple[Elastic, ...], Migration | None]:
+        """Where all instances decode: the one with least KV, if that is moved in less time than the
+        oldest request is prefilled in."""
+        move_ns, oldest = self._options.move_ns_per_token, next(self._pending(), None)
+        movable = self._gang.movable
+        if move_ns is None or oldest is None or not movable:
+            return (), None
+        emptiest = min(movable, key=lambda it: (it.used, it.order))
+        migration = targets_of(emptiest, [it for it in movable if it != emptiest])
+        if migration is None or emptiest.used * move_ns > self._model.ns([oldest.tokens], 1):
+            return (), None
+        return (emptiest,), migration
+
+    # --- App. A ---
+
+    def _waits(
+        self, dispatched: Dispatched, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
+    ) -> bool:
+        """Whether all instances soon are better than some now. What was waited already counts, so
+        that nobody waits for longer than that can gain."""
+        most_ns = round(self._options.max_delay_s * 1e9)
+        if dispatched.preempted or not batches or not most_ns:
+            return False
+        decoding = [request for it in batches for request in it.requests]
+        wait = wait_ns(decoding, self._pair.decode.decode_ns)
+        oldest = dispatched.prompts[0].id
+        since_ns = next(it.waiting_since_ns for it in self._view.waiting("long") if it.id == oldest)
+        waited_ns = self._view.now_ns - since_ns
+        every = len(self._pair.decode.instances)
+        delay_ns = wait + waited_ns
+        if not 0 < wait <= delay_ns <= most_ns:
+            return False
+        if not worth_waiting(dispatched.prompts, len(idle), every, delay_ns, self._model):
+            return False
+        self._wakes.append(self._view.now_ns + wait)
+        return True
+
+    # --- §5.2, §5.3, §5.4 ---
+
+    def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan]:
+        prompts = list(dispatched.prompts)
+        decoding = [it for batch in dispatched.preempted for it in batch.instances]
+        allocation = allocate(
+            prompts,
+            idle,
+            decoding,
+            self._model,
+            others=[it for it in self._gang.movable if it not in decoding],
+            move_ns_per_token=self._options.move_ns_per_token,
+        )
+        if allocation is None:
+            return
+        yield from self._moves(allocation.migrations)
+        chosen = _whole_groups(allocation.instances, dispatched.preempted)
+        instances = sorted(chosen, key=lambda it: (-it.unused, it.order))[:MOST_INSTANCES]
+        prompts.sort(key=lambda it: (-it.tokens, it.id))
+        search = plain if self._options.batching == "plain" else pruned
+        objective: Objective = "sum" if self._options.objective == "sum" else "normalised"
+        lengths, slots = [it.tokens for it in prompts], [it.unused for it in instances]
+        batching = search(lengths, slots, self._model, objective)
+        if batching is None:
+            return
+        batches = [
+            (prompts[it.first : it.stop], _filled(prompts[it.first], instances[it.begin : it.end]))
+            for it in batching.batches
+        ]
+        yield from self._start(batches)
+        slowest_ns = max(
+            self._model.ns([it.tokens for it in requests], len(group))
+            for requests, group in batches
+        )
+        yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
+
+    def _moves(self, migrations: Sequence[Migration]) -> Iterator[Move]:
+        for migration in migrations:
+            found = list(moves(migration, self._gang.sequences))
+            if any(it.sequence in self._moved for it in found):
+                continue  # it lies on two of them: what is here stays, and stands still
+            self._moved.update((it.sequence, None) for it in found)
+            for target, tokens in migration.targets:
+                self._gang.unused[target] -= tokens
+            yield from found
+
+    def _greedy(self, left: Sequence[Elastic], slowest_ns: float) -> Iterator[StartPlan]:
+        """Fill instances that no batch wants (App. A): with the oldest that end in time."""
+        for instance in left:
+            room, slots = self._room(), self._gang.unused[instance.id]
+            fitting: list[Prompt] = []
+            for prompt in self._pending():
+                more = [*fitting, prompt]
+                if (
+                    len(more) <= room
+                    and sum(it.future for it in more) <= slots
+                    and self._model.ns([it.tokens for it in more], 1) <= slowest_ns
+                ):
+                    fitting = more
+                elif prompt.passed >= self._options.max_num_ooe:
+                    break
+            if fitting:
+                yield from self._start([(fitting, [instance])])
+
+    def _room(self) -> int:
+        return self._max_batch - self._pair.decode.mastered - len(self._started)
+
+    def _start(
+        self, batches: Sequence[tuple[Sequence[Prompt], Sequence[Elastic]]]
+    ) -> Iterator[StartPlan]:
+        gang = self._gang
+        kept = keep(
+            [(requests, gang.elastic([it.id for it in group])) for requests, group in batches],
+            gang.all,
+            gang.mastered,
+            scale_up_batch=self._options.scale_up_batch,
+        )
+        for (requests, group), places in zip(batches, kept, strict=True):
+            for where in places:
+                self._take(where)
+            lengths = [it.tokens for it in requests]
+            predicted_ns = round(self._model.ns(lengths, len(group)))
+            self._started.update((it.id, None) for it in requests)
+            yield start(requests, group, places, predicted_ns)
+
+    def _take(self, kept: Kept) -> None:
+        for instance, tokens in (*kept.prompt, *kept.answer):
+            self._gang.unused[instance] -= tokens
+
+
+def _prompt(request: RequestView) -> Prompt:
+    return Prompt(request.id, request.prompt_tokens, request.output_tokens, request.passed_rounds)
+
+
+def _filled(longest: Prompt, group: Sequence[Elastic]) -> Sequence[Elastic]:
+    """Every member computes a token of the longest prompt at least."""
+    return group[: longest.tokens]
+
+
+def _whole_groups(chosen: Sequence[Elastic], preempted: Sequence[DecodeBatch]) -> list[Elastic]:
+    """With one instance of a group preempted, all of it stands still, and may as well prefill."""
+    found: dict[InstanceId, Elastic] = {it.id: it for it in chosen}
+    for batch in preempted:
+        if any(it.id in found for it in batch.instances):
+            found.update((it.id, it) for it in batch.instances)
+    return list(found.values())

@@ -1,0 +1,219 @@
+"""The policy `loongserve` as the scheduler carries it out, in the simulator."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster_file import parse_cluster
+from csps.loadgen.simulator.kernel import Abandoned, Run, Simulator
+from csps.loadgen.simulator.requests import Arrival
+from csps.loadgen.simulator.simulate import scheduler_of
+from csps.protocols.errors import ConfigError
+from csps.services.scheduling.commands import AnyCommand, MoveKv, Reserve, RunStep
+from csps.services.scheduling.events import AnyEvent
+from csps.services.scheduling.ids import index_of
+from csps.services.scheduling.policies.choice import check_pairing, make_policy
+
+MS = 1_000_000
+
+
+def cluster(slots: int = 20_000, instances: int = 4, **more: object) -> ClusterModel:
+    """A gang that prefills 10 tokens a millisecond and an instance, and decodes in 10 ms."""
+    data = {
+        "servers": [
+            {"instances": instances, "permissions": ["prefill", "decode"], "kv_slots": slots}
+        ],
+        "latency": {
+            "steps": {
+                sp: [2e-3 * sp, 1e-4 / sp, 2e-8 / sp, 1e-8 / sp] for sp in range(1, instances + 1)
+            },
+            "decode": {sp: [1e-2, 0.0, 0.0] for sp in range(1, instances + 1)},
+        },
+        **more,
+    }
+    return parse_cluster(data, name="small")
+
+
+class Watched:
+    """A run whose commands are kept, and whose books are checked in every turn."""
+
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        model: ClusterModel | None = None,
+        abandoned: Sequence[Abandoned] = (),
+        **options: Any,
+    ) -> None:
+        self.commands: list[tuple[int, AnyCommand]] = []
+        self.turns: list[tuple[tuple[AnyEvent, ...], tuple[AnyCommand, ...]]] = []
+        model = model or cluster()
+        self._scheduler = scheduler_of(model, "loongserve", options)
+        simulator = Simulator(
+            self._scheduler, model, arrivals, abandoned=abandoned, observer=self._see
+        )
+        self.run: Run = simulator.run()
+        simulator.gangs.check_idle()
+        self._scheduler.check_integrity()
+
+    def _see(self, now_ns: int, events: Sequence[AnyEvent], commands: Sequence[AnyCommand]) -> None:
+        self._scheduler.check_integrity()
+        self.commands += [(now_ns, it) for it in commands]
+        self.turns.append((tuple(events), tuple(commands)))
+
+    @property
+    def reserved(self) -> list[Reserve]:
+        return [it for _, it in self.commands if isinstance(it, Reserve)]
+
+    @property
+    def steps(self) -> list[RunStep]:
+        return [it for _, it in self.commands if isinstance(it, RunStep)]
+
+    def instances(self, request: int) -> list[int]:
+        """That decode a request."""
+        (found,) = [it for it in self.reserved if it.request == request]
+        named = {found.master, *(it.instance for it in (*found.shares, *found.answer))}
+        return sorted(map(index_of, named))
+
+
+def arrival(at_ms: int, prompt: int, output: int, most: int | None = None) -> Arrival:
+    return Arrival(
+        at_ns=at_ms * MS, prompt_tokens=prompt, output_tokens=output, max_tokens=most or output
+    )
+
+
+def random_arrivals(seed: int, count: int, slots: int) -> list[Arrival]:
+    """Of all sizes up to what the gang holds; half of the answers are as long as they may be."""
+    rng = random.Random(seed)
+    now, found = 0, []
+    for _ in range(count):
+        now += round(rng.expovariate(1 / 60))
+        prompt = min(slots * 3, round(rng.lognormvariate(6.5, 1.6)) + 1)
+        most = rng.randint(1, min(200, slots))
+        output = most if rng.random() < 0.5 else rng.randint(1, most)
+        found.append(arrival(now, prompt, output, most))
+    return found
+
+
+def test_a_long_prompt_is_prefilled_by_all_and_decoded_by_one() -> None:
+    """Proactive scale-down: without a message, since KV comes by everyone in a ring."""
+    watched = Watched([arrival(0, 4000, 20)])
+    (step,) = watched.steps
+    assert len(step.group) == 4
+    assert step.strategy == "ring_kv"
+    assert watched.instances(1) == [watched.instances(1)[0]]
+
+
+def test_two_prompts_of_different_lengths_have_groups_of_their_own() -> None:
+    watched = Watched([arrival(0, 4000, 20), arrival(0, 100, 20)], tipping_tokens=9000)
+    long, short = sorted(watched.steps, key=lambda it: -it.bounds[-1])
+    assert len(long.group) + len(short.group) == 4
+    assert set(long.group).isdisjoint(short.group)
+
+
+def test_who_decodes_is_not_held_up_by_a_prefill_elsewhere() -> None:
+    """Groups iterate apart."""
+    watched = Watched([arrival(0, 100, 200), arrival(500, 12_000, 2)])
+    first, second = watched.run.outcomes
+    assert second.started_ns < first.ended_ns
+    gaps = [after - before for before, after in pairwise(first.token_ns)]
+    assert max(gaps) < 25 * MS
+
+
+def test_an_answer_grows_over_what_its_prompt_has_left() -> None:
+    """600 tokens where 100, 200 and 400 slots are free; and the answer goes where there are more:
+    nothing is evicted, and no group asked to hold it alone."""
+    small = cluster(slots=400, instances=3)
+    watched = Watched([arrival(0, 600, 500)], small)
+    assert watched.instances(1) == [0, 1, 2]
+    assert watched.run.outcomes[0].sequences == 1
+
+
+def test_many_rows_have_several_masters() -> None:
+    watched = Watched([arrival(0, 20, 50) for _ in range(12)], scale_up_batch=3, tipping_tokens=900)
+    masters = [index_of(it.master) for it in watched.reserved]
+    counts = sorted(masters.count(it) for it in set(masters))
+    assert counts[-1] - counts[0] <= 1
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("move", [0, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, move: int) -> None:
+    """Whatever comes. Slots are checked in every turn, by the scheduler's books and by the ranks'
+    own."""
+    slots = (300, 2_000, 20_000)[seed % 3]
+    arrivals = random_arrivals(seed, 60, slots)
+    rounds = 2
+    model = cluster(
+        slots=slots,
+        links={"inside": {"gbps": 8, "latency_us": 10}},
+        kv={"bytes_per_token": 1000, "layers": 4},
+    )
+    watched = Watched(arrivals, model, max_num_ooe=rounds, move_us_per_1k_tokens=move)
+    assert bool(move) >= any(isinstance(it, MoveKv) for _, it in watched.commands)
+    assert all(it.sequences == 1 and not it.error for it in watched.run.outcomes)
+    passed = dict.fromkeys(range(1, len(arrivals) + 1), 0)
+    waiting: dict[int, None] = {}
+    for events, commands in watched.turns:
+        waiting.update((it.request, None) for it in events if hasattr(it, "prompt_tokens"))
+        started = [it.request for it in commands if isinstance(it, Reserve)]
+        for it in started:
+            del waiting[it]
+        for it in waiting:
+            passed[it] += bool(started) and it < max(started)
+    assert max(passed.values()) <= rounds
+
+
+def test_cancelling_frees_everything() -> None:
+    arrivals = random_arrivals(9, 40, 20_000)
+    gone = [Abandoned(at_ns=it.at_ns + 40 * MS, request=n) for n, it in enumerate(arrivals, 1)]
+    watched = Watched(arrivals, abandoned=gone[::2])
+    assert sum(not it.error for it in watched.run.outcomes) >= 20
+
+
+def test_the_same_requests_are_decided_the_same() -> None:
+    arrivals = random_arrivals(3, 40, 2_000)
+    assert Watched(arrivals).commands == Watched(arrivals).commands
+
+
+@pytest.mark.parametrize("dop", [1, 2, 4])
+def test_static_groups_never_change(dop: int) -> None:
+    watched = Watched(random_arrivals(5, 40, 20_000), static_dop=dop, max_batch=1000)
+    for step in watched.steps:
+        assert len({index_of(it) // dop for it in step.group}) == 1
+    for it in watched.reserved:
+        assert len({number // dop for number in watched.instances(it.request)}) == 1
+
+
+def test_waiting_for_all_instances_where_that_is_sooner() -> None:
+    """App. A: one of two is free for a prompt of 1.4 s there, the other one soon."""
+    two = cluster(instances=2)
+    warm = [arrival(0, 100, 20), arrival(1_000, 100, 20)]
+    line = [*warm, arrival(1_150, 12_000, 2)]
+    watched = Watched(line, two, max_delay_s=5)
+    assert len(watched.steps[-1].group) == 2
+    assert watched.run.outcomes[-1].started_ns >= watched.run.outcomes[1].ended_ns
+    assert len(Watched(line, two).steps[-1].group) == 1
+
+
+def test_its_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_ooe'"):
+        make_policy("loongserve", {"max_num_oe": 3})
+    with pytest.raises(ConfigError, match="normalised or sum, not sums; did you mean 'sum'"):
+        make_policy("loongserve", {"objective": "sums"})
+    with pytest.raises(ConfigError, match="option batching must be a word, not 3"):
+        make_policy("loongserve", {"batching": 3})
+    with pytest.raises(ConfigError, match="loongserve needs an elastic gang"):
+        check_pairing("loongserve", "pair")
+
+
+@pytest.mark.parametrize("options", [{"objective": "sum"}, {"batching": "pruned"}])
+def test_both_objectives_and_the_pruned_search_serve(options: dict[str, str]) -> None:
+    watched = Watched(random_arrivals(2, 30, 2_000), cluster(slots=2_000), **options)
+    assert all(not it.error for it in watched.run.outcomes)
