@@ -360,9 +360,11 @@ class Rank:
         self._require_attached(peer)
         self._require_decoding()
         row, owner = schema.unpack(JoinBatch, payload), self._owner
+        tp = self.config.tp
+        ranks = tuple(it * tp + r for it in sorted(set(row.instances)) for r in range(tp))
         self._conduct(
             lambda conductor: conductor.join(
-                STREAM, row.rid, row.first_token, owner, budget=row.budget
+                STREAM, row.rid, row.first_token, owner, budget=row.budget, ranks=ranks
             )
         )
 

@@ -384,6 +384,9 @@ class JoinBatch:
     budget: int = 0
     """Tokens that an iteration of the stream may compute on each master, with riders
     (`iteration.fill`). The last one that was told counts."""
+    instances: tuple[int, ...] = ()
+    """Whom the row concerns: who draws its tokens, and who holds or is to keep its KV. Rows without
+    a common one are iterated apart. Empty: all of the gang."""
 
 
 # --- to the router (notifications on the router's own connection) ---------------------------

@@ -244,7 +244,12 @@ class Cell:
         if self.finished(request.rid):
             self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))
             return
-        join = JoinBatch(rid=request.rid, first_token=self.tokens(request.rid)[0])
+        concerned = {request.master, *holders, *(it.instance for it in request.answer)}
+        join = JoinBatch(
+            rid=request.rid,
+            first_token=self.tokens(request.rid)[0],
+            instances=tuple(sorted(concerned)) if self.prefill is self.decode else (),
+        )
         self.decode.notify(0, "join", schema.pack(join))
 
     def cancel(self, rid: int) -> None:

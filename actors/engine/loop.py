@@ -271,7 +271,7 @@ class EngineLoop:
         finished: list[int] = []
         with self._engine.mesh.lane(Lane.STREAM):
             for _ in range(lease.n):
-                finished += self.stream.iterate()
+                finished += self.stream.iterate(lease.group)
                 if self.stream.rides:
                     self._progress.step()
         if self._engine.tp_rank == 0:

@@ -73,6 +73,12 @@ class Row:
         """Who keeps the KV of the answer."""
         return answer_of(self.request)
 
+    @cached_property
+    def instances(self) -> frozenset[int]:
+        """Whom it concerns: who draws its tokens, and who holds or is to keep its KV."""
+        named = (it.instance for it in (*self.request.shares, *self.answer))
+        return frozenset((self.request.master, *named))
+
     @property
     def keeper(self) -> int:
         """The instance that keeps the KV of the row's next token, once it decodes."""

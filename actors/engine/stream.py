@@ -11,7 +11,7 @@ has to be agreed upon.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from csps.actors.announce import Notify
 from csps.actors.engine.batch import Batch, batch_of
@@ -47,6 +47,8 @@ class Stream:
         self.reservations = Reservations(engine, notify)
         self._rows: list[Row] = []
         self._budget = 0
+        self._iterated: list[Row] = []
+        """Of the last iteration: those of the rows that it had."""
         self._lengths: list[int] = []
         self._batch = Batch()
         """Of the last iteration."""
@@ -125,13 +127,18 @@ class Stream:
 
     # --- the engine thread: one iteration ------------------------------------------------------
 
-    def iterate(self) -> list[int]:
+    def iterate(self, group: Sequence[int] = ()) -> list[int]:
         """One token for every row that decodes, and a piece of the prompts of those that ride;
-        returns those of this rank's rows that are finished now."""
+        returns those of this rank's rows that are finished now.
+
+        Args:
+            group: ranks; rows that concern others wait for a lease of their own. Empty: all rows.
+                It stays the same for a rank until rows join or leave.
+        """
         self._busy_since = begin = time.monotonic()
-        batch = self._next_batch()
+        batch = self._next_batch(group)
         logits_rv = forward(self._engine, batch)
-        for row, length in zip(self._rows, self._lengths, strict=True):
+        for row, length in zip(self._iterated, self._lengths, strict=True):
             self._advance(row, length)
         mine = [row for row, _ in batch.drawing]
         finished = draw_rows(self._engine, self._notify, mine, logits_rv)
@@ -140,19 +147,26 @@ class Stream:
         self._busy_since = None
         return finished
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self, group: Sequence[int]) -> Batch:
         """It stays what it was as long as the same rows decode, and keepers take no turns."""
         if self._same_for > 0:
             self._same_for -= 1
             return self._batch
-        states = [row.state for row in self._rows]
+        rows = self._iterated = self._rows_of(group)
+        states = [row.state for row in rows]
         self._lengths = fill(states, self._budget)
-        self._batch = batch_of(self._engine, self._rows, self._lengths)
+        self._batch = batch_of(self._engine, rows, self._lengths)
         self.rides = any(it.next < it.prompt for it in states)
-        if not self.rides and all(row.keeps_at_master for row in self._rows):
+        if not self.rides and all(row.keeps_at_master for row in rows):
             left = (it.stop - it.next for it in states if it.next < it.stop)
             self._same_for = min(left, default=1) - 1
         return self._batch
+
+    def _rows_of(self, group: Sequence[int]) -> list[Row]:
+        if not group:
+            return self._rows
+        instances = {self._engine.layout.instance_of(rank) for rank in group}
+        return [row for row in self._rows if row.instances <= instances]
 
     def _advance(self, row: Row, length: int) -> None:
         """A row has computed so many positions; all ranks count alike."""

@@ -55,7 +55,7 @@ class PacedDecode:
         self._batch = ConductedRanks(
             timeline,
             len(cluster.decode.instances),
-            hybrid=cluster.hybrid,
+            hybrid=cluster.hybrid_of,
             quantum_ns=cluster.quantum_ns,
             gap_ns=cluster.iteration_gap_ns,
             finished=lambda row: self._leave(row.sequence),
@@ -102,6 +102,7 @@ class PacedDecode:
             context=request.prompt_length + 1,
             tokens=request.sampling.max_tokens - held.index - 1,
             master=request.master,
+            ranks=message.instances,
         )
         if message.first_token is None:
             row.prompt = request.prompt_length

@@ -203,7 +203,9 @@ class Executor:
             return
         for number in command.joined:
             if (sequence := self._sequences.serving(number)) is not None:
-                message = JoinBatch(rid=number, first_token=sequence.last_token)
+                message = JoinBatch(
+                    rid=number, first_token=sequence.last_token, instances=_concerned(sequence)
+                )
                 gang.notify(0, "join", pack(message))
                 self._requests.handed_over(sequence.running)
 
@@ -266,6 +268,16 @@ class Executor:
     def _reset_gang(self, command: commands.ResetGang) -> None:
         if (gang := self._gangs.get(command.gang)) is not None:
             gang.hang_up(command.reason)
+
+
+def _concerned(sequence: LiveSequence) -> tuple[int, ...]:
+    """Whom a row concerns where a gang decodes what it prefills: the others can go on with that. A
+    gang that only decodes iterates all rows together."""
+    if sequence.decode.role != "elastic":
+        return ()
+    it = sequence.command
+    named = {it.master, *(share.instance for share in (*it.shares, *it.answer))}
+    return tuple(sorted(map(index_of, named)))
 
 
 def _tell_to_cancel(gang: GangClient, sequence: SequenceId) -> None:

@@ -166,6 +166,7 @@ class Sequences:
         self._prefix.decoded(gang, sequence.id, hashes[:whole], shares, slots)
         if use is not None:
             self._prefix.leave(use)
+
     # --- moving ---
 
     def move(self, sequence: Sequence, placement: DecodePlacement) -> None:

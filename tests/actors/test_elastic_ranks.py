@@ -91,10 +91,10 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
     may_go_on = threading.Event()
     iterate = Stream.iterate
 
-    def held(stream: Stream) -> list[int]:
+    def held(stream: Stream, group: Sequence[int] = ()) -> list[int]:
         if stream is slow:
             assert may_go_on.wait(ANSWER_S)
-        return iterate(stream)
+        return iterate(stream, group)
 
     async with elastic_cell(tiny_llama, 2) as cell:
         quick, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
@@ -109,6 +109,47 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 200)
         await cell.freed(1)
+
+
+async def test_rows_of_different_instances_do_not_wait_for_each_other(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode groups: while one stands still, the other draws its whole answer; and both go on
+    together with a row that joins them."""
+    may_go_on = threading.Event()
+    iterate = Stream.iterate
+
+    def held(stream: Stream, group: Sequence[int] = ()) -> list[int]:
+        if stream is slow:
+            assert may_go_on.wait(ANSWER_S)
+        return iterate(stream, group)
+
+    async with elastic_cell(tiny_llama, 2) as cell:
+        _, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
+        monkeypatch.setattr(Stream, "iterate", held)
+        on = [
+            Request(
+                rid=rid,
+                prompt=prompt_of(20, rid),
+                shares=even_shares(20, instances),
+                master=instances[0],
+                sampling=greedy(40),
+            )
+            for rid, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
+        ]
+        for it in on:
+            await cell.reserve(it)
+            cell.submit(job_of([it.piece()], sorted({s.instance for s in it.shares})), it.prompt)
+        await cell.join(on[1])
+        assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
+        assert len(cell.tokens(2)) == 1, "the other one has not begun"
+        await cell.join(on[2])
+        may_go_on.set()
+        for it in on[1:]:
+            await cell.until(lambda it=it: cell.finished(it.rid))  # type: ignore[misc]
+            assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 40)
+        await cell.freed(1, 2, 3)
+        cell.check_idle()
 
 
 def turns_of(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvShare, ...]:

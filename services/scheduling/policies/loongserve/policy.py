@@ -81,12 +81,16 @@ class LoongServe:
         """One round on every elastic gang."""
         started: dict[RequestId, None] = {}
         decisions: list[Decision] = []
-        for pair in view.pairs:
-            decided = _Round(pair, view, self.options, self.decode_options, started).decide()
-            decisions += decided
+        rounds = [
+            _Round(pair, view, self.options, self.decode_options, started) for pair in view.pairs
+        ]
+        for it in rounds:
+            decisions += it.decide()
         oldest = next(iter(view.waiting("long")), None)
         if oldest is not None and oldest.id not in started:
-            decisions.append(Blocked(request=oldest.id))
+            future = oldest.prompt_tokens + oldest.output_tokens
+            if all(it.unused < future for it in rounds):
+                decisions.append(Blocked(request=oldest.id))
         return decisions
 
     def trial(self, pair: PairView) -> Trial:
@@ -125,6 +129,11 @@ class _Round:
         self._model = self._gang.model
         self._wakes: list[int] = []
         self._moved: dict[SequenceId, None] = {}
+
+    @property
+    def unused(self) -> int:
+        """Slots of the gang that nobody was promised, by what was decided as well."""
+        return sum(self._gang.unused.values())
 
     def decide(self) -> Iterator[Decision]:
         """What starts, who was passed, and when to ask again."""
@@ -189,7 +198,7 @@ class _Round:
         room = self._max_batch - self._pair.decode.mastered
         dispatcher = Dispatcher(
             self._model,
-            future_slots=sum(self._gang.unused.values()),
+            future_slots=self.unused,
             average_decode_ns=self._pair.decode.decode_ns,
             most=max(0, min(most_requests(available), room)),
             max_num_ooe=self._options.max_num_ooe,
@@ -235,7 +244,7 @@ class _Round:
 
     # --- §5.2, §5.3, §5.4 ---
 
-    def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan]:
+    def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan | Move]:
         prompts = list(dispatched.prompts)
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
         allocation = allocate(
