@@ -144,9 +144,10 @@ class CostTable:
         times = self._known(shape, allowed.strategy)
         return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
 
-    def exact(self, sp: int, tp: int) -> StepTimes:
-        """Times of exact attention on groups of `sp` instances, wherever they stand."""
-        return self._known(GroupShape((sp,), tp), EXACT_STRATEGY)
+    def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
+        """Times of exact attention on groups of `sp` instances, wherever they stand; of any that
+        was measured, if it was not by this strategy."""
+        return self._known(GroupShape((sp,), tp), strategy)
 
     def _known(self, shape: GroupShape, strategy: str) -> StepTimes:
         key = (shape, strategy)
@@ -203,9 +204,9 @@ class Costs:
         """`CostTable.iteration_ns`."""
         return self.table.iteration_ns(sp, tp, batch, context)
 
-    def exact(self, sp: int, tp: int) -> StepTimes:
+    def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
         """`CostTable.exact`."""
-        return self.table.exact(sp, tp)
+        return self.table.exact(sp, tp, strategy)
 
     def use(self, digest: str) -> None:
         """Put another table of the store in force."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.cost import Choice, StepTimes
+from csps.services.scheduling.cost import EXACT_STRATEGY, Choice, StepTimes
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 from csps.services.scheduling.state import Line
@@ -229,7 +229,7 @@ class CostView(Protocol):
         """The cheapest allowed strategy of a group."""
         ...
 
-    def exact(self, sp: int, tp: int) -> StepTimes:
+    def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
         """Coefficients of exact attention on groups of `sp` instances, to compare many chunks."""
         ...
 

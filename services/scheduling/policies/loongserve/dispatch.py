@@ -28,8 +28,6 @@ class Dispatched(NamedTuple):
     prompts: tuple[Prompt, ...]
     preempted: tuple[DecodeBatch, ...]
     """Batches that may have to give way, in the worst case."""
-    passed: tuple[Prompt, ...]
-    """Older than some that go, without slots."""
 
 
 class Dispatcher:
@@ -80,9 +78,7 @@ class Dispatcher:
             if more and self.gain(more, batch) > self.cost((*taken, *more), wider, batch):
                 taken, dop, unused = (*taken, *more), wider, unused + batch.unused
                 preempted.append(batch)
-        youngest = max((it.id for it in taken), default=-1)
-        passed = tuple(it for it in line if it.id < youngest and it not in taken)
-        return Dispatched(taken, tuple(preempted), passed)
+        return Dispatched(taken, tuple(preempted))
 
     def cost(self, prompts: Sequence[Prompt], dop: int, batch: DecodeBatch) -> float:
         """What a batch loses by one prefill iteration of its instances, per token (Eq. 1). How long

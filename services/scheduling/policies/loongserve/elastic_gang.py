@@ -8,6 +8,7 @@ from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Decoding, Elastic
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
+from csps.services.scheduling.policies.loongserve.planning import ALONE, RING
 from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
 from csps.services.scheduling.view import GangView, SequenceView, View
 
@@ -39,7 +40,8 @@ class ElasticGang:
         self.model = PrefillModel(self._line, options.tipping_tokens)
 
     def _line(self, dop: int) -> Eq7:
-        alpha, beta, _, gamma = self._view.cost.exact(dop, self._gang.tp).in_ns
+        strategy = RING if dop > 1 else ALONE
+        alpha, beta, _, gamma = self._view.cost.exact(dop, self._gang.tp, strategy).in_ns
         return Eq7(alpha, beta, gamma)
 
     @property

@@ -37,17 +37,6 @@ class _Holder:
         """Tokens of answers that will be drawn here."""
 
 
-def fewest(tokens: int, instances: Sequence[Elastic]) -> int:
-    """The least number of instances, those with the most unused slots first, that hold so many
-    tokens; one more than there are if all do not."""
-    left = tokens
-    for number, it in enumerate(sorted(instances, key=lambda it: -it.unused), 1):
-        left -= it.unused
-        if left <= 0:
-            return number
-    return len(instances) + 1
-
-
 def keep(
     batches: Sequence[tuple[Sequence[Prompt], Sequence[Elastic]]],
     everyone: Sequence[Elastic],
