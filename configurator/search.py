@@ -1,0 +1,150 @@
+"""The best configuration for an objective: enumerated as in CSPS App. B, and exhaustively.
+
+Both have one interface. The first stops where bounds allow it and finds no less; the second looks
+at everything, and is the Oracle that answers are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import NamedTuple
+
+from csps.configurator.enumeration import Loss, Space
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.plans import Objective
+
+AT_ONCE = 2_048
+"""Configurations that are simulated together."""
+SAME = 1e-9
+"""Losses and times that differ by less are equal."""
+
+
+class Found(NamedTuple):
+    """A configuration with what is predicted of it."""
+
+    settings: CsaSettings
+    seconds: float
+    """TTFT, without queueing."""
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found."""
+
+    best: Found
+    met: bool
+    """Whether the bound is kept; if not, `best` is what comes nearest to it."""
+    runners_up: tuple[Found, ...]
+    compared: int
+    """Configurations whose time was predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A prompt on a group, and what is to be made the best of."""
+
+    group: SimulatedGroup
+    tokens: int
+    objective: Objective
+
+    @property
+    def most_loss(self) -> float:
+        """Bound on the loss of accuracy: with the objective of least TTFT none is allowed unless
+        the client says so."""
+        bound = self.objective.max_accuracy_loss
+        if bound is None:
+            return 0.0 if self.objective.kind == "ttft" else 1.0
+        return bound
+
+    @property
+    def most_seconds(self) -> float:
+        """Bound on TTFT."""
+        bound = self.objective.max_ttft_ms
+        return float("inf") if bound is None else bound / 1000
+
+    def order(self, found: Found) -> tuple[float, float]:
+        """Better ones first."""
+        if self.objective.kind == "ttft":
+            return found.seconds, found.loss
+        return found.loss, found.seconds
+
+    def excess(self, found: Found) -> float:
+        """How far bounds are broken, relatively; 0 where both are kept."""
+        late = max(0.0, found.seconds / self.most_seconds - 1)
+        return late + max(0.0, found.loss - self.most_loss)
+
+
+Search = Callable[[Question, Space, Loss], Answer]
+"""`enumerated` or `exhaustive`."""
+
+
+def enumerated(question: Question, space: Space, loss: Loss) -> Answer:
+    """Branches that break the bound on the loss are not followed. With the objective of least loss
+    configurations are compared in the order of their loss, up to the first that is fast enough."""
+    if question.objective.kind == "accuracy":
+        return _least_loss(question, space, loss)
+    return _chosen(question, _compared(question, _admissible(question, space, loss), loss))
+
+
+def exhaustive(question: Question, space: Space, loss: Loss) -> Answer:
+    """The Oracle: everything, whatever it loses."""
+    return _chosen(question, _compared(question, _everything(question, space), loss))
+
+
+def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
+    candidates = list(_admissible(question, space, loss))
+    losses = dict(zip(candidates, loss(candidates), strict=True))
+    in_order = sorted(candidates, key=losses.__getitem__)
+    found: list[Found] = []
+    for begin in range(0, len(in_order), AT_ONCE):
+        found += _compared(question, in_order[begin : begin + AT_ONCE], loss)
+        fast = [it.loss for it in found if not question.excess(it)]
+        after = in_order[begin + AT_ONCE : begin + AT_ONCE + 1]
+        if fast and (not after or losses[after[0]] > min(fast) + SAME):
+            break
+    return _chosen(question, found)
+
+
+def _admissible(question: Question, space: Space, loss: Loss) -> Iterator[CsaSettings]:
+    locations = question.group.locations
+    yield from space.exact(locations)
+    for strategy, levels, judging in space.variants(locations):
+        of_ratios = partial(space.settings, strategy, levels, judging)
+        for ratios in space.admissible(of_ratios, loss, question.most_loss):
+            for micro in space.micros(levels):
+                yield of_ratios(ratios, micro)
+
+
+def _everything(question: Question, space: Space) -> Iterator[CsaSettings]:
+    locations = question.group.locations
+    yield from space.exact(locations)
+    for strategy, levels, judging in space.variants(locations):
+        for ratios in space.ratios():
+            for micro in space.micros(levels):
+                yield space.settings(strategy, levels, judging, ratios, micro)
+
+
+def _compared(
+    question: Question, candidates: Iterator[CsaSettings] | Sequence[CsaSettings], loss: Loss
+) -> list[Found]:
+    found: list[Found] = []
+    rest = iter(candidates)
+    while batch := list(islice(rest, AT_ONCE)):
+        seconds = prefill_seconds(question.group, batch, question.tokens).tolist()
+        found += map(Found, batch, seconds, loss(batch))
+    return found
+
+
+def _chosen(question: Question, found: Sequence[Found]) -> Answer:
+    within = sorted((it for it in found if not question.excess(it)), key=question.order)
+    nearest = sorted(found, key=lambda it: (question.excess(it), *question.order(it)))
+    ranked = list(chain(within, (it for it in nearest if question.excess(it))))
+    return Answer(
+        best=ranked[0], met=bool(within), runners_up=tuple(ranked[1:]), compared=len(found)
+    )

@@ -1,0 +1,187 @@
+"""Enumeration as in App. B, and that stopping early loses nothing against looking at everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_groups import TWO_SERVERS, group
+from property_examples import examples
+
+from csps.configurator import search
+from csps.configurator.enumeration import Judging, Loss, Space
+from csps.configurator.layer_groups import LayerGroups
+from csps.configurator.search import Answer, Question, enumerated, exhaustive
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import ConfigError
+from csps.protocols.plans import Objective
+
+GROUPS = LayerGroups(runs=(range(2), range(2, 5)), spreads=((0.5,), (1.0,)))
+SMALL = Space(
+    groups=GROUPS,
+    anchors=(0.5,),
+    step=0.1,
+    reach=0.2,
+    micro_partitions=((2, 4), (1, 2), (1,)),
+    judging=(Judging("same", 8), Judging("previous", 8)),
+)
+
+
+def test_groups_follow_the_spread_of_attention_scores() -> None:
+    spreads = [(0.1,), (0.11,), (0.3,), (0.31,), (0.12,)]
+    found = LayerGroups.similar(spreads, tolerance=0.2)
+    assert found.runs == (range(2), range(2, 4), range(4, 5))
+    first, second, third = (centre for (centre,) in found.centres(0.6))
+    assert (first / second, third / second) == pytest.approx((0.105 / 0.305, 0.12 / 0.305))
+    assert second == pytest.approx(0.6)
+    assert found.by_layer([(0.2,), (0.6,), (0.6,)]) == ((0.2,), (0.2,), (0.6,))
+
+
+def test_runs_that_leave_layers_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match="follow each other"):
+        LayerGroups(runs=(range(1, 2),), spreads=((1.0,),))
+
+
+@pytest.mark.parametrize(
+    ("locations", "counts"),
+    [
+        (("0-0-0", "0-0-1"), [1, 2]),
+        (TWO_SERVERS, [2, 3]),
+        (("0-0-0", "0-1-0"), [2]),
+        (("0-0-0", "0-0-1", "0-1-0", "1-0-0", "1-0-1"), [3, 4]),
+        (("0-0-0",), [1]),
+    ],
+)
+def test_number_of_levels(locations: tuple[str, ...], counts: list[int]) -> None:
+    assert list(Space.level_counts(locations)) == counts
+
+
+def test_ratios_are_steps_around_centres_that_relate_as_spreads_do() -> None:
+    low, high = Space(groups=GROUPS, anchors=(0.6,)).grids(0.6)
+    assert low == [(pytest.approx(0.1 + 0.02 * n),) for n in range(21)]
+    assert high == [(pytest.approx(0.4 + 0.02 * n),) for n in range(21)]
+    assert len(list(Space(groups=GROUPS, anchors=(0.6,)).ratios())) == 21 * 21
+
+
+def test_ratios_stay_ratios() -> None:
+    low, high = Space(groups=GROUPS, anchors=(0.95,), step=0.05).grids(0.95)
+    assert all(0 <= p < 1 for (p,) in low + high)
+    assert len(high) == len(set(high))
+
+
+def loss_of(weights: tuple[float, float], curvature: float) -> Loss:
+    """A loss that does not fall when any ratio rises."""
+
+    def loss(configurations: Sequence[CsaSettings]) -> list[float]:
+        lost = []
+        for it in configurations:
+            near = it.drop_ratios[0]
+            far = it.drop_ratios[min(2, len(it.drop_ratios) - 1)]
+            worse = 1.5 if it.importance_layer == "previous" else 1.0
+            lost.append(
+                worse
+                * sum(w * p[0] ** curvature for w, p in zip(weights, (near, far), strict=True))
+            )
+        return lost
+
+    return loss
+
+
+losses = st.builds(
+    loss_of,
+    st.tuples(st.floats(0, 0.2), st.floats(0, 0.2)),
+    st.floats(0.5, 4.0),
+)
+objectives = st.one_of(
+    st.builds(
+        lambda bound: Objective(kind="ttft", max_accuracy_loss=bound),
+        st.sampled_from([None, 0.0, 0.02, 0.05, 0.2]),
+    ),
+    st.builds(
+        lambda bound: Objective(kind="accuracy", max_ttft_ms=bound),
+        st.sampled_from([1.0, 250.0, 400.0, 600.0, 5_000.0]),
+    ),
+)
+
+
+def planted_seconds(of: object, configurations: Sequence[CsaSettings], tokens: int) -> np.ndarray:
+    """In place of the simulator, in tests of the search alone: any number for any configuration,
+    mostly less where more is dropped."""
+    return np.array(
+        [
+            0.5 - 0.4 * np.mean(it.drop_ratios) + hash((it.micro_partitions, it.levels)) % 97 / 1e3
+            for it in configurations
+        ]
+    )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(objectives, losses)
+def test_stopping_early_finds_what_looking_at_everything_finds(
+    objective: Objective, loss: Loss
+) -> None:
+    question = Question(group=group(layers=5, kv_heads=1), tokens=2_048, objective=objective)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "prefill_seconds", planted_seconds)
+        patch.setattr(search, "AT_ONCE", 64)
+        quick = enumerated(question, SMALL, loss)
+        oracle = exhaustive(question, SMALL, loss)
+    assert quick.met == oracle.met
+    assert quick.compared <= oracle.compared
+    if oracle.met:
+        assert question.order(quick.best) == question.order(oracle.best)
+
+
+def test_early_stop_cuts_what_cannot_be() -> None:
+    """At most one more than what is within the bound is asked for of each branch."""
+    asked: list[CsaSettings] = []
+
+    def loss(configurations: Sequence[CsaSettings]) -> list[float]:
+        asked.extend(configurations)
+        return [float(max(map(max, it.drop_ratios))) for it in configurations]
+
+    space = Space(groups=GROUPS, anchors=(0.5,))
+    of_ratios = partial(space.settings, "ntp", 3, Judging())
+    found = list(space.admissible(of_ratios, loss, 0.4))
+    everything = list(space.ratios())
+    expected = [r for r in everything if max(map(max, r)) <= 0.4]
+    assert found == expected
+    assert len(asked) < len(everything)
+
+
+TINY = Space(
+    groups=LayerGroups.alike(3),
+    anchors=(0.5,),
+    step=0.4,
+    reach=0.4,
+    micro_partitions=((4,), (1, 2), (1,)),
+    judging=(Judging("same", 8),),
+)
+"""Few enough to be simulated in a test: without drop, 0.5 and 0.9."""
+
+
+def answer(objective: Objective) -> Answer:
+    question = Question(group=group(layers=3, kv_heads=1), tokens=4_096, objective=objective)
+    return enumerated(question, TINY, loss_of((0.1, 0.1), 1.0))
+
+
+def test_bounds_are_kept_and_wider_ones_are_used() -> None:
+    strict, wide = (answer(Objective(max_accuracy_loss=bound)) for bound in (None, 0.2))
+    assert strict.met
+    assert wide.met
+    assert strict.best.settings.lossless
+    assert not wide.best.settings.lossless
+    assert wide.best.seconds < strict.best.seconds
+    within = answer(Objective(kind="accuracy", max_ttft_ms=1000 * wide.best.seconds))
+    assert within.best.seconds <= wide.best.seconds
+    assert within.best.loss <= wide.best.loss
+
+
+def test_a_bound_that_cannot_be_met_gives_the_nearest_and_says_so() -> None:
+    found = answer(Objective(kind="accuracy", max_ttft_ms=0.001))
+    assert not found.met
+    assert found.best.seconds == min(it.seconds for it in (*found.runners_up, found.best))
