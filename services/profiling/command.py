@@ -1,4 +1,4 @@
-"""`csps profile steps|links|ring`: measure, keep in the scaling information base, fit and show."""
+"""`csps profile steps|links|phases|ring`: measure, keep what was measured, fit and show."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from csps.services.profiling.fitting import EXACT, fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
 from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_link
+from csps.services.profiling.phases import measure_phases, phase_lines
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
 from csps.services.profiling.ring_fits import fit_rings, ring_lines
 from csps.services.profiling.ring_profile import RingProfile
@@ -44,11 +45,14 @@ def main(argv: Sequence[str]) -> None:
                 asyncio.run(StepProfile(base, settings, _effort(arguments), _say).run())
             elif arguments.what == "ring":
                 asyncio.run(RingProfile(base, settings, _effort(arguments), _say).run())
+            elif arguments.what == "phases":
+                _say(f"one rank; measurements are kept in {base.path}")
+                asyncio.run(measure_phases(base, settings, quick=arguments.quick))
             else:
                 asyncio.run(_links(base, settings, quick=arguments.quick))
         finally:
             # Also after Ctrl-C: what was measured is kept, and the next run goes on from there.
-            _show(base, _fit(base, settings), arguments.what)
+            _show(base, settings, _fit(base, settings), arguments.what)
 
 
 async def _links(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:
@@ -72,9 +76,13 @@ def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | Non
     return table
 
 
-def _show(base: ScalingInformationBase, table: LatencyTable | None, what: str) -> None:
+def _show(
+    base: ScalingInformationBase, settings: Settings, table: LatencyTable | None, what: str
+) -> None:
     if what == "links":
         lines = link_lines(base.rows(LinkRow))
+    elif what == "phases":
+        lines = list(phase_lines(base, settings))
     elif what == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:
@@ -94,10 +102,10 @@ def _effort(arguments: argparse.Namespace) -> Effort:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="csps profile",
-        description="Measure what steps and links take on this machine, with the ranks of the "
-        "configured server, which should not run meanwhile.",
+        description="Measure what steps, links and phases take on this machine, with the ranks of "
+        "the configured server, which should not run meanwhile.",
     )
-    parser.add_argument("what", choices=("steps", "links", "ring"))
+    parser.add_argument("what", choices=("steps", "links", "phases", "ring"))
     parser.add_argument("--config", type=Path, default=Path("config.yaml"))
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
