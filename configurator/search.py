@@ -89,12 +89,12 @@ def enumerated(question: Question, space: Space, loss: Loss) -> Answer:
     configurations are compared in the order of their loss, up to the first that is fast enough."""
     if question.objective.kind == "accuracy":
         return _least_loss(question, space, loss)
-    return _chosen(question, _compared(question, _admissible(question, space, loss), loss))
+    return chosen(question, compared(question, _admissible(question, space, loss), loss))
 
 
 def exhaustive(question: Question, space: Space, loss: Loss) -> Answer:
     """The Oracle: everything, whatever it loses."""
-    return _chosen(question, _compared(question, _everything(question, space), loss))
+    return chosen(question, compared(question, _everything(question, space), loss))
 
 
 def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
@@ -103,12 +103,12 @@ def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
     in_order = sorted(candidates, key=losses.__getitem__)
     found: list[Found] = []
     for begin in range(0, len(in_order), AT_ONCE):
-        found += _compared(question, in_order[begin : begin + AT_ONCE], loss)
+        found += compared(question, in_order[begin : begin + AT_ONCE], loss)
         fast = [it.loss for it in found if not question.excess(it)]
         after = in_order[begin + AT_ONCE : begin + AT_ONCE + 1]
         if fast and (not after or losses[after[0]] > min(fast) + SAME):
             break
-    return _chosen(question, found)
+    return chosen(question, found)
 
 
 def _admissible(question: Question, space: Space, loss: Loss) -> Iterator[CsaSettings]:
@@ -130,9 +130,10 @@ def _everything(question: Question, space: Space) -> Iterator[CsaSettings]:
                 yield space.settings(strategy, levels, judging, ratios, micro)
 
 
-def _compared(
+def compared(
     question: Question, candidates: Iterator[CsaSettings] | Sequence[CsaSettings], loss: Loss
 ) -> list[Found]:
+    """Candidates with what is predicted of them."""
     found: list[Found] = []
     rest = iter(candidates)
     while batch := list(islice(rest, AT_ONCE)):
@@ -141,7 +142,8 @@ def _compared(
     return found
 
 
-def _chosen(question: Question, found: Sequence[Found]) -> Answer:
+def chosen(question: Question, found: Sequence[Found]) -> Answer:
+    """The best of them, and the others in order."""
     within = sorted((it for it in found if not question.excess(it)), key=question.order)
     nearest = sorted(found, key=lambda it: (question.excess(it), *question.order(it)))
     ranked = list(chain(within, (it for it in nearest if question.excess(it))))
