@@ -141,6 +141,9 @@ class ClusterFile(Section):
     quantum_ms: Annotated[float, Field(ge=0)] = 0.0
     """A long step can be interrupted so often; 0 is at any time."""
     gaps_us: Gaps = Gaps()
+    model: Any = None
+    rank: Any = None
+    """These two are for `csps plan`."""
 
 
 def load_cluster(name_or_path: str) -> ClusterModel:

@@ -51,6 +51,9 @@ COMMANDS = {
     "simulate": Command(
         "loadgen.simulator.simulate", "main", "a scheduling policy on a simulated cluster"
     ),
+    "plan": Command(
+        "loadgen.planner.command", "main", "the best configuration for an objective, and why"
+    ),
     "profile": Command(
         "services.profiling.command", "main", "measure what steps and links take here"
     ),

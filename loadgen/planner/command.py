@@ -1,0 +1,200 @@
+"""`csps plan`: which configuration of attention is best for an objective, and why.
+
+Also for hardware that is not here: nothing is run, and nothing is asked of a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from csps.configurator.enumeration import Judging, Loss, Space
+from csps.configurator.layer_groups import LayerGroups
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.search import Answer, Found, Question, enumerated, exhaustive
+from csps.loadgen.planner.hardware_file import HARDWARE, load_group
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import ConfigError
+from csps.protocols.plans import Objective
+from csps.protocols.topology import Topology
+
+MANY = 16
+"""Instances from which SP-TP and finer steps are left out: they take minutes to simulate."""
+ROW = "{:<10}{:<11}{:>6}  {:<18}{:<10}{:<14}{:>12}{:>8}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 if the bound cannot be kept."""
+    arguments = _arguments(argv)
+    group = load_group(arguments.cluster, instances=arguments.instances)
+    question = Question(group=group, tokens=_tokens(arguments, group), objective=_asked(arguments))
+    model = None if arguments.accuracy is None else AccuracyModel.load(arguments.accuracy, None)
+    search = exhaustive if arguments.exhaustive else enumerated
+    answer = search(question, _space(group), _loss(model, question))
+    for line in _lines(question, answer, model, arguments):
+        print(line)
+    return 0 if answer.met else 1
+
+
+def _loss(model: AccuracyModel | None, question: Question) -> Loss:
+    """F_Ad; of what was never measured only exact attention is known to lose nothing."""
+    if model is not None:
+        return model.of_group(
+            question.group.locations, layers=question.group.shape.layers, tokens=question.tokens
+        )
+    return lambda configurations: [0.0 if it.lossless else 1.0 for it in configurations]
+
+
+def _space(group: SimulatedGroup) -> Space:
+    groups = LayerGroups.alike(group.shape.layers)
+    judging = (Judging("same", 64), Judging("previous", 64))
+    if group.members < MANY:
+        return Space(groups=groups, judging=judging)
+    return Space(
+        groups=groups,
+        judging=judging,
+        step=0.1,
+        micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
+        strategies=("ntp",),
+    )
+
+
+def _asked(arguments: argparse.Namespace) -> Objective:
+    return Objective(
+        kind=arguments.objective,
+        max_accuracy_loss=arguments.max_accuracy_loss,
+        max_ttft_ms=arguments.max_ttft_ms,
+    )
+
+
+def _tokens(arguments: argparse.Namespace, group: SimulatedGroup) -> int:
+    if arguments.length < group.members:
+        raise ConfigError(f"--length {arguments.length}: at least one token for each instance")
+    tokens: int = arguments.length
+    return tokens
+
+
+# --- what is printed ---------------------------------------------------------------------------
+
+
+def _lines(
+    question: Question,
+    answer: Answer,
+    model: AccuracyModel | None,
+    arguments: argparse.Namespace,
+) -> Iterator[str]:
+    group = question.group
+    topology = Topology.of(group.locations)
+    yield (
+        f"{question.tokens} tokens on {group.members} instances of {group.tp}, "
+        f"{len(topology.servers)} servers, {len(topology.racks)} racks; {_wanted(question)}"
+    )
+    yield ""
+    yield ROW.format("", "strategy", "levels", "drop ratio", "M", "judged by", "TTFT", "loss")
+    yield _row("chosen" if answer.met else "nearest", answer.best)
+    shown = islice(_different(answer), arguments.runners_up)
+    for place, found in enumerate(shown, start=2):
+        yield _row(str(place), found)
+    yield ""
+    yield from _why(question, answer, model)
+
+
+def _different(answer: Answer) -> Iterator[Found]:
+    """Runners-up that differ from those before in more than micro-partitions."""
+    seen = {_alike(answer.best.settings)}
+    for found in answer.runners_up:
+        if (kind := _alike(found.settings)) not in seen:
+            seen.add(kind)
+            yield found
+
+
+def _alike(it: CsaSettings) -> tuple[object, ...]:
+    judged = (it.importance_layer, it.importance_window) if not it.lossless else ()
+    return it.strategy, it.levels, it.pipelined, it.drop_ratios, judged
+
+
+def _row(name: str, found: Found) -> str:
+    it = found.settings
+    micro = "-" if not it.pipelined else ",".join(map(str, (it.micro_partitions or ((4,),))[0]))
+    ratios = ", ".join("/".join(f"{ratio:g}" for ratio in layer) for layer in it.drop_ratios)
+    judged = "-" if it.lossless else f"{it.importance_layer}, {it.importance_window}"
+    return ROW.format(
+        name,
+        _engine_name(it),
+        it.levels or "-",
+        "-" if it.lossless else ratios,
+        micro,
+        judged,
+        f"{found.seconds * 1000:.1f} ms",
+        f"{found.loss:.1%}",
+    )
+
+
+def _engine_name(it: CsaSettings) -> str:
+    if it.strategy == "tp":
+        return "sp_tp"
+    if not it.lossless:
+        return "csa"
+    return "levels" if it.pipelined else "ulysses"
+
+
+def _wanted(question: Question) -> str:
+    objective = question.objective
+    wanted = "least TTFT" if objective.kind == "ttft" else "least loss of accuracy"
+    bounds = f", loss of accuracy up to {question.most_loss:.1%}"
+    if objective.max_ttft_ms is not None:
+        bounds += f", TTFT up to {objective.max_ttft_ms:g} ms"
+    return wanted + bounds
+
+
+def _why(question: Question, answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
+    if answer.met:
+        yield f"Nothing else of {answer.compared} configurations is better within the bounds."
+    else:
+        yield (
+            f"None of {answer.compared} configurations keeps the bounds; this one comes nearest."
+        )
+    whole = [
+        it for it in (answer.best, *answer.runners_up) if _engine_name(it.settings) == "ulysses"
+    ]
+    for exact in whole:
+        times = exact.seconds / answer.best.seconds
+        yield f"Exact attention that is not cut would take {times:.2f} times as long."
+    if model is None:
+        yield (
+            "No accuracy was measured for this model (--accuracy): only what drops nothing is "
+            "known to lose nothing."
+        )
+    else:
+        held = model.description.held_out
+        yield (
+            f"Losses by a regressor of {model.description.samples} measurements, held-out mean "
+            f"error {held['mean_absolute_error']:.3f}."
+        )
+    yield "Times by the pipeline simulator, without queueing."
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    names = ", ".join(sorted(path.stem for path in HARDWARE.glob("*.yaml")))
+    parser = argparse.ArgumentParser(
+        prog="csps plan",
+        description="Which configuration of attention is best for a prompt, and why. Nothing is "
+        "run: the hardware need not be here.",
+    )
+    parser.add_argument("--length", type=int, required=True, help="tokens of the prompt")
+    parser.add_argument("--objective", choices=("ttft", "accuracy"), default="ttft")
+    parser.add_argument("--max-accuracy-loss", type=float, help="share, 0 to 1")
+    parser.add_argument("--max-ttft-ms", type=float)
+    parser.add_argument("--cluster", required=True, help=f"a file, or one of: {names}")
+    parser.add_argument("--instances", type=int, help="so many of them; all, if not given")
+    parser.add_argument(
+        "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
+    )
+    parser.add_argument("--runners-up", type=int, default=5)
+    parser.add_argument(
+        "--exhaustive", action="store_true", help="look at everything, which takes longer"
+    )
+    return parser.parse_args(argv)

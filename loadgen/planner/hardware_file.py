@@ -1,0 +1,219 @@
+"""The group that `csps plan` plans for: a cluster file with a model and what a rank can do.
+
+The same file may hold what `csps simulate` reads (`docs/simulator.md`); that is left alone here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
+from csps.configurator.profiles import fit_phases, link_speed
+from csps.configurator.scaling_information_base import (
+    LinkRow,
+    PhaseRow,
+    ScalingInformationBase,
+)
+from csps.configurator.shapes import AttentionShape
+from csps.loadgen.simulator.cluster_file import (
+    BITS_PER_BYTE,
+    Count,
+    Links,
+    LinkSection,
+    Section,
+    Server,
+)
+from csps.protocols.errors import ConfigError, nearest
+from csps.protocols.topology import Topology
+
+HARDWARE = Path(__file__).parent / "hardware"
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ModelSection(Section):
+    """Sizes of a model."""
+
+    hidden: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    layers: Annotated[int, Field(ge=2)]
+    intermediate: Count
+    """Width of the MLP."""
+    element_bytes: Annotated[int, Field(ge=2, le=8)] = 2
+
+
+class RankSection(Section):
+    """What a rank can do: as measured by `csps profile`, or speeds that it reaches."""
+
+    sib: str | None = None
+    """A scaling information base; relative to the file."""
+    product_tflops: Positive | None = None
+    attention_tflops: Positive | None = None
+    memory_gb_s: Positive | None = None
+    call_us: Annotated[float, Field(ge=0)] = 0.0
+    """Before anything is computed."""
+    ranks_per_core: Annotated[float, Field(ge=0)] = 0.0
+    """Ranks of a server that share its cores, over these; up to 1 each has its own."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> RankSection:
+        speeds = (self.product_tflops, self.attention_tflops, self.memory_gb_s)
+        given = [speed is not None for speed in speeds]
+        if not (all(given) if self.sib is None else not any(given)):
+            raise ValueError("either sib, or product_tflops, attention_tflops and memory_gb_s")
+        return self
+
+
+class HardwareFile(Section):
+    """What is read of the file."""
+
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    links: Links = Links()
+    model: ModelSection
+    rank: RankSection
+    # What `csps simulate` reads besides.
+    latency: Any = None
+    kv: Any = None
+    max_positions: Any = None
+    quantum_ms: Any = None
+    gaps_us: Any = None
+
+
+def load_group(name_or_path: str, *, instances: int | None = None) -> SimulatedGroup:
+    """The prefill instances of a file, or of one that comes with csps, by name.
+
+    Args:
+        instances: so many of them, near ones first; None takes all.
+
+    Raises:
+        ConfigError: there is none, or the file is wrong; the message names file and key.
+    """
+    named = {path.stem: path for path in sorted(HARDWARE.glob("*.yaml"))}
+    path = named.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
+    try:
+        file = HardwareFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return _group(file, path.parent, instances)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{path}: {key + ': ' if key else ''}{message}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _group(file: HardwareFile, folder: Path, instances: int | None) -> SimulatedGroup:
+    locations, tp = _places(file)
+    if instances is not None:
+        if not 1 <= instances <= len(locations):
+            raise ConfigError(f"{instances} instances: there are 1 to {len(locations)}")
+        locations = locations[:instances]
+    model, places = file.model, Topology.of(locations).locations
+    if model.heads % tp or model.kv_heads % tp or model.heads % model.kv_heads:
+        raise ConfigError(f"model: its heads cannot be split over {tp} ranks")
+    times, inside, between = _speeds(file, folder, tp)
+    servers = [place.server_id for place in places]
+    sharing = file.rank.ranks_per_core > 1
+    numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
+    return SimulatedGroup(
+        shape=AttentionShape(
+            hidden=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            layers=model.layers,
+            lse=4 // min(4, model.element_bytes),
+        ),
+        locations=tuple(locations),
+        tp=tp,
+        times=times,
+        wiring=Wiring.of_servers(servers, inside=inside, between=between),
+        itemsize=model.element_bytes,
+        cores_of=tuple(numbers[server] for server in servers) if sharing else None,
+        cores=tuple(servers.count(it) / file.rank.ranks_per_core for it in numbers)
+        if sharing
+        else (),
+    )
+
+
+def _places(file: HardwareFile) -> tuple[list[str], int]:
+    locations: list[str] = []
+    in_rack: dict[int, int] = {}
+    tps: set[int] = set()
+    for servers in sorted(file.servers, key=lambda it: it.rack):
+        for _ in range(servers.count):
+            number = in_rack[servers.rack] = in_rack.get(servers.rack, -1) + 1
+            if "prefill" in servers.permissions:
+                tps.add(servers.tp)
+                locations += [
+                    f"{servers.rack}-{number}-{index * servers.tp}"
+                    for index in range(servers.instances)
+                ]
+    if len(tps) != 1:
+        raise ConfigError("servers: instances that may prefill, all of one tp")
+    return locations, tps.pop()
+
+
+def _speeds(file: HardwareFile, folder: Path, tp: int) -> tuple[PhaseTimes, LinkSpeed, LinkSpeed]:
+    """Phases, links inside a server and between two."""
+    if file.rank.sib is None:
+        inside = _link(file.links.inside)
+        between = _link(file.links.between) if file.links.between else inside
+        return _reached(file.model, file.rank, tp), inside, between
+    base = ScalingInformationBase.read(folder / file.rank.sib, None)
+    if base is None:
+        raise ConfigError(f"rank.sib: there is no {folder / file.rank.sib}")
+    with base:
+        times = fit_phases(
+            base.rows(PhaseRow), heads=file.model.heads, kv_heads=file.model.kv_heads, tp=tp
+        )
+        links = base.rows(LinkRow)
+    given = file.links
+    inside = _link(given.inside) if given.inside else link_speed(links, "inside")
+    return times, inside, _link(given.between) if given.between else inside
+
+
+def _link(section: LinkSection | None) -> LinkSpeed:
+    if section is None:
+        raise ConfigError("links.inside: nothing is known of it; give gbps and latency_us")
+    return LinkSpeed(
+        bytes_per_s=section.gbps * 1e9 / BITS_PER_BYTE,
+        latency_s=section.latency_us * 1e-6,
+        shared=section.shared,
+    )
+
+
+def _reached(model: ModelSection, rank: RankSection, tp: int) -> PhaseTimes:
+    """Phases by the operations and bytes that they consist of."""
+    assert rank.product_tflops is not None
+    assert rank.attention_tflops is not None
+    assert rank.memory_gb_s is not None
+    flop, pair_flop = 1e-12 / rank.product_tflops, 1e-12 / rank.attention_tflops
+    byte, call = 1e-9 / rank.memory_gb_s, rank.call_us * 1e-6
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    row = model.head_dim * model.element_bytes * byte
+
+    def product(inputs: int, outputs: int) -> Line:
+        return Line(fixed=call, each=2 * inputs * outputs / tp * flop)
+
+    return PhaseTimes(
+        qkv=product(model.hidden, width + 2 * kv_width),
+        attention=AttentionTimes(call=call, row=2 * row, pair=4 * model.head_dim * pair_flop),
+        linear=product(width, model.hidden),
+        rest=product(model.hidden, 3 * model.intermediate),
+        select=Line(fixed=call, each=8 * byte),
+        importance=Line(fixed=call, each=2 * model.head_dim * pair_flop),
+        merge=Line(fixed=call, each=3 * row),
+        copy=Line(fixed=call, each=2 * byte),
+    )

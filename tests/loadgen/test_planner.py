@@ -1,0 +1,174 @@
+"""`csps plan`: what is chosen, why, and files that are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csps.configurator.regressors.accuracy import train_accuracy
+from csps.configurator.regressors.samples import AccuracySample, Setting
+from csps.configurator.scaling_information_base import (
+    Identity,
+    PhaseRow,
+    ScalingInformationBase,
+)
+from csps.loadgen.planner.command import main
+from csps.loadgen.planner.hardware_file import HARDWARE, load_group
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import ConfigError
+
+CLUSTER = {
+    "servers": [
+        {"count": 2, "instances": 1, "permissions": ["prefill"], "kv_slots": 1000},
+        {"instances": 1, "permissions": ["decode"], "kv_slots": 1000},
+    ],
+    "links": {"inside": {"gbps": 10}, "between": {"gbps": 0.8, "latency_us": 200}},
+    "model": {
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "layers": 3,
+        "intermediate": 128,
+        "element_bytes": 4,
+    },
+    "rank": {"product_tflops": 0.08, "attention_tflops": 0.07, "memory_gb_s": 5, "call_us": 20},
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    return written(tmp_path)
+
+
+def written(folder: Path, **changed: object) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({**CLUSTER, **changed}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def accuracy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Judged by the same layer nothing is lost up to 80 %."""
+    samples = [
+        AccuracySample(
+            setting=Setting(
+                tokens=4_096,
+                locations=("0-0-0", "0-1-0"),
+                layers=3,
+                csa=CsaSettings(drop_ratios=((ratio / 100,),), importance_layer=layer),
+            ),
+            questions=1000,
+            right_exact=1000,
+            right=1000 if layer == "same" and ratio <= 80 else 900,
+        )
+        for ratio in range(4, 98, 2)
+        for layer in ("same", "previous")
+    ]
+    folder = tmp_path_factory.mktemp("accuracy")
+    train_accuracy(samples, {"weights": "w"}).save(folder)
+    return folder
+
+
+def planned(
+    capsys: pytest.CaptureFixture[str], cluster: Path, *more: str, status: int = 0
+) -> list[str]:
+    assert main(["--length", "4096", "--cluster", str(cluster), *more]) == status
+    return capsys.readouterr().out.splitlines()
+
+
+def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = planned(capsys, cluster, "--max-accuracy-loss", "0.05")
+    assert "4096 tokens on 2 instances of 1, 2 servers, 1 racks" in lines[0]
+    chosen = lines[3].split()
+    assert chosen[0] == "chosen"
+    assert chosen[1] in ("ulysses", "levels", "sp_tp")
+    assert not any(" csa " in line for line in lines)
+    assert any("No accuracy was measured" in line for line in lines)
+
+
+def test_what_was_measured_safe_is_taken_and_explained(
+    cluster: Path, accuracy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = planned(capsys, cluster, "--accuracy", str(accuracy), "--max-accuracy-loss", "0.01")
+    chosen = lines[3].split()
+    assert chosen[:2] == ["chosen", "csa"]
+    assert 0.5 < float(chosen[3]) <= 0.82
+    assert "same, 64" in lines[3]
+    assert lines[4].startswith("2 ")
+    assert any("times as long" in line for line in lines)
+    assert any("94 measurements" in line for line in lines)
+
+
+def test_a_bound_that_cannot_be_kept_is_said_and_is_the_status(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = ("--objective", "accuracy", "--max-ttft-ms", "0.01", "--max-accuracy-loss", "0")
+    lines = planned(capsys, cluster, *wish, status=1)
+    assert lines[3].startswith("nearest")
+    assert any("keeps the bounds" in line for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted(HARDWARE.glob("*.yaml")), ids=lambda it: it.stem)
+def test_clusters_that_come_with_csps_are_right(path: Path) -> None:
+    group = load_group(path.stem)
+    assert group.members > 1
+    assert load_group(path.stem, instances=2).members == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rank": {"sib": "x"}}, r"there is no .*x"),
+        ({"rank": {"sib": "x", "product_tflops": 1}}, "rank: either sib, or"),
+        ({"rank": {"product_tflops": 1}}, "rank: either sib, or"),
+        ({"model": {**CLUSTER["model"], "haeds": 3}}, "unknown key 'haeds'"),
+        ({"model": {**CLUSTER["model"], "heads": 3}}, "cannot be split"),
+        ({"servers": CLUSTER["servers"][1:]}, "instances that may prefill"),
+        ({"links": {}}, r"links\.inside"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_group(str(written(tmp_path, **changed)))
+
+
+def test_one_file_is_for_planning_and_for_simulating(tmp_path: Path) -> None:
+    latency = {"steps": {1: [0.01, 1e-5, 0, 1e-9]}, "decode": {1: [0.01, 0, 0]}}
+    path = written(tmp_path, latency=latency)
+    assert load_group(str(path)).members == 2
+    assert load_cluster(str(path)).prefill.instances
+
+
+def test_measured_phases_are_taken_and_cores_shared(tmp_path: Path) -> None:
+    identity = Identity(
+        weights="w", dtype="float32", device="cpu", cores=1, torch="2", ranks_per_core=2.0
+    )
+    with ScalingInformationBase.create(tmp_path / "made.sqlite", identity) as base:
+        for phase in ("qkv", "attention", "linear", "mlp"):
+            for tokens in (100, 1_000):
+                base.add(
+                    PhaseRow(
+                        strategy="any",
+                        group_shape="1",
+                        tp=1,
+                        phase=phase,
+                        tokens=tokens,
+                        keys=tokens,
+                        bytes=0,
+                        seconds=tokens * 1e-6,
+                        load=0.0,
+                        date="d",
+                    )
+                )
+    rank = {"sib": "made.sqlite", "ranks_per_core": 2}
+    group = load_group(str(written(tmp_path, rank=rank)))
+    assert group.times.qkv.each == pytest.approx(1e-6)
+    assert group.machine() == ((0, 1), (0.5, 0.5))
