@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -123,7 +123,7 @@ class _TpLayer:
         self._group, self._cases, self._spts = group, cases, np.array(spts)
         self._micro_c = micro_cv[:, 0]
         self._micros = int(self._micro_c.max())
-        self._kept_cpgv = replace(cases, drop_queries=False).kept(spts)
+        self._kept_cpgv = cases.kept(spts)
         self._segments = group.segments(cases.levels)
         topology = Topology.of(group.locations)
         self._servers = [place.server_id for place in topology.locations]
