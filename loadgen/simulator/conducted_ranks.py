@@ -287,7 +287,7 @@ class ConductedRanks:
         by_master: dict[int, list[tuple[int, int]]] = {}
         for row, length in pieces:
             by_master.setdefault(row.master, []).append((length, row.computed))
-            if not row.computed:
+            if row.computed == row.first:
                 self._started(row)
         context = sum(it.context + len(it.ends) for it in decoding)
         hybrid = self._hybrid(len(lease.work.ranks))

@@ -43,6 +43,8 @@ class Row:
     `tokens`."""
     computed: int = 0
     """How many of them are."""
+    first: int = 0
+    """How many of them were when it joined."""
     master: int = 0
     """Who computes what it needs."""
     ranks: tuple[int, ...] = ()
@@ -289,7 +291,7 @@ class DecodeBatch:
         by_master: dict[int, list[tuple[int, int]]] = {}
         for row, length in self._pieces:
             by_master.setdefault(row.master, []).append((length, row.computed))
-            if not row.computed:
+            if row.computed == row.first:
                 self._started(row)
         assert self._hybrid is not None, "nobody rides here"
         took = self._hybrid().predict_fixed(by_master.values(), batch, self._context)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.conducted_ranks import ConductedRanks
 from csps.loadgen.simulator.decode_batch import DecodeBatch, IterationLog, Row
+from csps.loadgen.simulator.kept_kv import KeptKv
 from csps.loadgen.simulator.network import Network
 from csps.loadgen.simulator.prefill_gang import Order, PrefillGang
 from csps.loadgen.simulator.requests import IterationEnds, Sequence
@@ -17,13 +18,24 @@ from csps.loadgen.simulator.step_order import StepOrder, Task
 from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import Span
-from csps.services.scheduling.commands import Cancel, MoveKv, Reserve, Ride, RunStep, SetGroup
+from csps.services.scheduling.commands import (
+    Cancel,
+    Keep,
+    MoveKv,
+    Release,
+    Reserve,
+    Ride,
+    RunStep,
+    SetGroup,
+    Share,
+)
 from csps.services.scheduling.events import (
     AnyEvent,
     Freed,
     GangDown,
     GangUp,
     InstanceUp,
+    Kept,
     Landed,
     LinkUp,
     Moved,
@@ -41,7 +53,7 @@ from csps.services.scheduling.ids import (
     instance_id,
 )
 from csps.services.scheduling.sequences import decode_slots
-from csps.services.scheduling.shares import tokens_on, within
+from csps.services.scheduling.shares import own, tokens_on, within
 
 GENERATION = 1
 """Of the one router that a simulation has."""
@@ -90,6 +102,7 @@ class SimulatedGangs:
         self._prefill: PrefillGang | None = None
         self._batch: DecodeBatch | ConductedRanks | None = None
         self._decode_slots = Slots(())
+        self._decode_kept = KeptKv(self._decode_slots)
         self._sequences: dict[SequenceId, Sequence] = {}
         self.logs: list[IterationLog] = []
         """Of all decode gangs that there were."""
@@ -114,7 +127,14 @@ class SimulatedGangs:
         assert not self.busy, "something is still under way"
         for slots in self._slots().values():
             slots.check_integrity()
-            assert slots.used == 0, f"{slots.used} slots have not come back"
+        kept = sum(it.tokens for it in self._kept())
+        used = sum(it.used for it in {id(it): it for it in self._slots().values()}.values())
+        assert used == kept, f"{used - kept} slots have not come back"
+
+    def _kept(self) -> Iterator[KeptKv]:
+        if self._prefill is not None:
+            yield self._prefill.kept
+        yield self._decode_kept
 
     def _slots(self) -> Mapping[str, Slots]:
         decode = {"decode": self._decode_slots}
@@ -143,6 +163,7 @@ class SimulatedGangs:
             self._prefill = self._new_prefill(gang, order, Slots(model.kv_slots))
         else:
             self._decode_slots = Slots(model.kv_slots)
+            self._decode_kept = KeptKv(self._decode_slots)
             self._batch = self._new_batch(gang)
             self.logs.append(self._batch.log)
         if isinstance(self._batch, ConductedRanks):
@@ -259,8 +280,11 @@ class SimulatedGangs:
             answer=command.answer,
             before=before,
             tokens=left,
+            cached=command.cached,
+            stays=command.stays,
         )
         sequence.missing = {} if command.rides else sequence.slots
+        assert self._decode_kept.has(command.shares), "reuses what is not kept"
         slots = decode_slots(command, command.output_tokens)
         if slots:
             self._decode_slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})
@@ -305,6 +329,8 @@ class SimulatedGangs:
             context=sequence.prompt_tokens + 1,
             tokens=sequence.tokens - 1,
             prompt=sequence.prompt_tokens,
+            computed=sequence.cached,
+            first=sequence.cached,
             master=index_of(sequence.master),
         )
         self._batch.ride(sequence.row, command.budget)
@@ -368,6 +394,45 @@ class SimulatedGangs:
             if self._batch is not None and gang == self._decoding:
                 self._batch.leave(command.sequence, partial(self._free, gang, command.sequence))
 
+    def keep(self, command: Keep) -> None:
+        """End a sequence where it is decoded, and keep some of its KV."""
+        self.give_up(command.sequence)
+        if self._batch is not None and self.alive(command.gang):
+            self._batch.leave(command.sequence, partial(self._keep, command))
+
+    def _keep(self, command: Keep) -> None:
+        sequence = self._sequences.pop(command.sequence, None)
+        if sequence is None or not self.alive(command.gang):
+            return
+        for index in self._decode_slots.held_by(command.sequence):
+            self._decode_slots.give_back(command.sequence, index)
+        prompt = sequence.prompt_tokens
+        answer = sequence.answer or (Share(sequence.master, prompt, prompt + sequence.tokens),)
+        self._decode_kept.add(command.sequence, (*own(sequence.shares), *answer))
+        self._left(command, self._decode_kept)
+        for later in sequence.releases:
+            self._left(later, self._decode_kept)
+
+    def release(self, command: Release) -> None:
+        """Free some of what was kept, or is going to be when its last iteration has ended."""
+        if not self.alive(command.gang):
+            return
+        if command.gang != self._decoding:
+            assert self._prefill is not None, "of a gang that is gone"
+            self._left(command, self._prefill.kept)
+        elif (sequence := self._sequences.get(command.sequence)) is not None:
+            sequence.releases.append(command)
+        else:
+            self._left(command, self._decode_kept)
+
+    def _left(self, command: Keep | Release, kept: KeptKv) -> None:
+        left = kept.obey(command)
+        role = next(role for role, gang in self._ids.items() if gang == command.gang)
+        for index in range(len(self._cluster.gang(role).instances)):
+            it = instance_id(command.gang, index)
+            tokens = left.get(it, 0)
+            self._listener.tell_later(Kept(sequence=command.sequence, instance=it, tokens=tokens))
+
     def give_up(self, number: SequenceId) -> None:
         """A sequence serves its request no more."""
         if (sequence := self._sequences.get(number)) is not None:
@@ -398,7 +463,8 @@ class SimulatedGangs:
         if not sequence.over:
             self._listener.decoded(sequence.request, self._ends(row, row.tokens))
             self._listener.finished(row.sequence, sequence.request)
-        self._free(gang, row.sequence)
+        if not sequence.stays:
+            self._free(gang, row.sequence)
 
     def _rider_started(self, row: Row) -> None:
         if (sequence := self._sequences.get(row.sequence)) is not None:
@@ -410,7 +476,7 @@ class SimulatedGangs:
             return
         if not sequence.over:
             self._listener.prefilled(row.sequence, sequence.request)
-        if not row.tokens:
+        if not (row.tokens or sequence.stays):
             self._free(gang, row.sequence)
 
     def step_started(self, step: RunStep) -> None:

@@ -21,8 +21,10 @@ from csps.services.scheduling.commands import (
     AnyCommand,
     Cancel,
     Fail,
+    Keep,
     MoveKv,
     Refuse,
+    Release,
     Reserve,
     ResetGang,
     Restart,
@@ -138,6 +140,8 @@ class Simulator:
             SetGroup: self.gangs.join,
             Ride: self.gangs.ride,
             MoveKv: self.gangs.move,
+            Keep: self.gangs.keep,
+            Release: self.gangs.release,
             Cancel: self.gangs.cancel,
             Restart: lambda command: self.gangs.give_up(command.sequence),
             Refuse: self._refuse,
@@ -175,6 +179,7 @@ class Simulator:
                 prompt_tokens=outcome.arrival.prompt_tokens,
                 output_tokens=outcome.arrival.asked_tokens,
                 cls=outcome.arrival.cls,
+                hashes=outcome.arrival.hashes,
             )
         )
         if index + 1 < len(self._outcomes):
@@ -254,6 +259,7 @@ class Simulator:
         outcome = self.outcome(command.request)
         if outcome.ended_ns < 0:
             outcome.sequences += 1
+            outcome.cached = command.cached
             self.gangs.reserve(
                 command, before=outcome.drawn, left=outcome.arrival.output_tokens - outcome.drawn
             )

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from csps.loadgen.simulator.kept_kv import KeptKv
 from csps.loadgen.simulator.links import Link
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import Task
+from csps.protocols.messages import Span
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
 from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of
@@ -101,6 +103,7 @@ class PrefillGang:
         self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
         self._in_place, self._listener = in_place, listener
         self._runs: dict[StepId, _Run] = {}
+        self.kept = KeptKv(slots)
 
     @property
     def steps(self) -> int:
@@ -115,6 +118,7 @@ class PrefillGang:
             destinations: where the KV of each sequence goes.
         """
         if not self._in_place:
+            assert all(map(self.kept.has, step.history)), "reuses what is not kept"
             slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
             self.slots.take(("step", step.step), {index_of(it): n for it, n in slots.items()})
         flows = list(_flows(step, destinations, self._route))
@@ -191,10 +195,17 @@ class PrefillGang:
         step = run.step.step
         if not self._in_place:
             self.slots.give_back(("step", step), index_of(instance))
+        if not run.unsent:
+            self._keep(run)
         assert run.task is not None
         self._listener.step_done(step, instance, run.task.work_ns if run.wanted else 0)
         if not run.unsent:
             del self._runs[step]
+
+    def _keep(self, run: _Run) -> None:
+        for piece, rows in zip(run.step.pieces, rows_of(run.step), strict=True):
+            if piece.stays and piece.sequence in run.wanted:
+                self.kept.add(piece.sequence, piece.keep or rows)
 
 
 def _flows(
@@ -202,9 +213,12 @@ def _flows(
 ) -> Iterator[_Flow]:
     """The step's KV by link and decode instance, in order of pieces, shares and group."""
     flows: dict[tuple[Link | None, InstanceId], _Flow] = {}
-    for piece, rows in zip(step.pieces, rows_of(step), strict=True):
+    for piece, rows, history in zip(step.pieces, rows_of(step), step.history, strict=True):
+        begins = all(it.origin for it in history)
+        rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
         for share in destinations.get(piece.sequence, ()):
-            wanted = share.span.intersection(chunk_of(piece))
+            chunk = chunk_of(piece)
+            wanted = share.span.intersection(Span(0, chunk.stop) if begins else chunk)
             for row in rows:
                 tokens = row.span.intersection(wanted).length
                 if not tokens:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from csps.loadgen.results.record import RequestRecord, Status
 from csps.loadgen.simulator.requests import Arrival, Outcome
-from csps.loadgen.workloads.request import Request
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Request
 
 QUEUE_PERCENTILES = (50, 99)
 
@@ -18,9 +19,23 @@ QUEUE_PERCENTILES = (50, 99)
 def arrivals_of(requests: Sequence[Request]) -> list[Arrival]:
     """Requests of a workload as the simulator takes them: answers of exactly their length."""
     return [
-        Arrival(at_ns=it.arrival_ns, prompt_tokens=it.input_length, output_tokens=it.output_length)
+        Arrival(
+            at_ns=it.arrival_ns,
+            prompt_tokens=it.input_length,
+            output_tokens=it.output_length,
+            hashes=chained(it.hash_ids[: it.input_length // HASH_BLOCK_TOKENS]),
+        )
         for it in requests
     ]
+
+
+def chained(ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Names of whole blocks that name all before them, too."""
+    last, found = b"", []
+    for it in ids:
+        last = blake2b(last + it.to_bytes(16, "little", signed=True), digest_size=16).digest()
+        found.append(last)
+    return tuple(found)
 
 
 def records_of(outcomes: Sequence[Outcome]) -> list[RequestRecord]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from csps.loadgen.simulator.decode_batch import IterationLog, Row
-from csps.services.scheduling.commands import Share
+from csps.services.scheduling.commands import Release, Share
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId, index_of
-from csps.services.scheduling.shares import tokens_on
+from csps.services.scheduling.shares import own, tokens_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,8 @@ class Arrival:
     max_tokens: int | None = None
     """What it asks for, and all that the scheduler is told; None is `output_tokens`."""
     cls: str = "exact"
+    hashes: tuple[bytes, ...] = ()
+    """Of the prompt's blocks; none if it begins like no other one."""
 
     @property
     def asked_tokens(self) -> int:
@@ -48,6 +50,8 @@ class Outcome:
     first_token_ns: int = -1
     ended_ns: int = -1
     drawn: int = 0
+    cached: int = 0
+    """Tokens of the prompt that the last attempt found computed."""
     sequences: int = 0
     """Attempts."""
     error: str = ""
@@ -85,6 +89,12 @@ class Sequence:
     """Tokens that earlier sequences have drawn."""
     tokens: int
     """To be drawn by this one."""
+    cached: int = 0
+    """Tokens of the prompt that nothing computes."""
+    stays: bool = False
+    """Nothing is freed at its end until the gang is told what to keep."""
+    releases: list[Release] = field(default_factory=list)
+    """Of what is kept, told before that was."""
     missing: dict[InstanceId, int] = field(default_factory=dict)
     """KV that has not arrived, by decode instance."""
     row: Row | None = None
@@ -100,5 +110,5 @@ class Sequence:
 
     @property
     def slots(self) -> dict[InstanceId, int]:
-        """Of the prompt, by decode instance."""
-        return tokens_on(self.shares)
+        """Of the prompt, by decode instance; what is reused has its own."""
+        return tokens_on(own(self.shares))

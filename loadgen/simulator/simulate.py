@@ -22,12 +22,13 @@ from csps.loadgen.simulator.records import arrivals_of, queue_fields, records_of
 from csps.loadgen.workloads.arrivals import Arrivals
 from csps.loadgen.workloads.generate import Size, generate
 from csps.loadgen.workloads.named import WORKLOADS, workload
-from csps.loadgen.workloads.request import Fitted, fit
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Fitted, fit
 from csps.loadgen.workloads.traces import at_rate, read_trace
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.limits import QueueLimits
 from csps.services.scheduling.policies.choice import check_pairing, make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
 
 DEFAULT_REQUESTS = 1000
@@ -41,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     cluster = load_cluster(arguments.cluster)
     requests = chosen(arguments, cluster)
     began = time.perf_counter()
-    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests)
+    reuse = reuse_of(arguments.kv_reuse)
+    found = simulate(cluster, arguments.policy, options_of(arguments.option), requests, reuse)
     wall_s = time.perf_counter() - began
     result = result_of(arguments, cluster, requests, found)
     print("\n".join(lines(result)))
@@ -72,6 +74,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
     source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
     parser.add_argument("--rate", type=rate, help="requests/s; of a trace: default as recorded")
+    parser.add_argument(
+        "--kv-reuse",
+        type=share,
+        metavar="SHARE",
+        help="keep KV for prompts that begin alike (hash_ids), in so much of the slots (0 to 1)",
+    )
     parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
@@ -123,38 +131,64 @@ def chosen(arguments: argparse.Namespace, cluster: ClusterModel) -> Fitted:
     return fit(requests, cluster.max_positions)
 
 
-def scheduler_of(cluster: ClusterModel, policy: str, options: dict[str, Any]) -> Scheduler:
+def share(word: str) -> float:
+    """From 0 to 1."""
+    value = float(word)
+    if not 0 <= value <= 1:
+        raise ValueError(word)
+    return value
+
+
+def reuse_of(max_share: float | None) -> ReuseSettings:
+    """Of KV, in blocks as traces have them; None: not at all."""
+    if max_share is None:
+        return ReuseSettings()
+    return ReuseSettings(enabled=True, max_share=max_share, block_tokens=HASH_BLOCK_TOKENS)
+
+
+def scheduler_of(
+    cluster: ClusterModel,
+    policy: str,
+    options: dict[str, Any],
+    reuse: ReuseSettings | None = None,
+) -> Scheduler:
     """The live router's scheduler, with the cluster's latencies for its predictions.
 
     Raises:
         ConfigError: there is no such policy or option, or the policy cannot use such gangs.
     """
-    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options)
+    made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
     if policy == "chunked_prefill":
         _ = cluster.hybrid  # what a rider would meet with in the middle of the run
     return made
 
 
-def scheduler_with(costs: Costs, policy: str, options: dict[str, Any]) -> Scheduler:
+def scheduler_with(
+    costs: Costs, policy: str, options: dict[str, Any], reuse: ReuseSettings | None = None
+) -> Scheduler:
     """A scheduler that compares by `costs` and refuses nobody for the length of the line.
 
     Raises:
         ConfigError: there is no such policy or option.
     """
     limits = QueueLimits(max_waiting=UNLIMITED, max_waiting_tokens=UNLIMITED)
-    return Scheduler(make_policy(policy, options), costs, limits=limits)
+    return Scheduler(make_policy(policy, options), costs, limits=limits, reuse=reuse)
 
 
 def simulate(
-    cluster: ClusterModel, policy: str, options: dict[str, Any], requests: Fitted
+    cluster: ClusterModel,
+    policy: str,
+    options: dict[str, Any],
+    requests: Fitted,
+    reuse: ReuseSettings | None = None,
 ) -> Found:
     """One run.
 
     Raises:
         ConfigError: there is no such policy or option.
     """
-    scheduler = scheduler_of(cluster, policy, options)
+    scheduler = scheduler_of(cluster, policy, options, reuse)
     simulator = Simulator(scheduler, cluster, arrivals_of(requests.requests))
     found = simulator.run()
     simulator.gangs.check_idle()
@@ -174,6 +208,7 @@ def result_of(
         "workload": source,
         "seed": arguments.seed,
         "prompts_cut": requests.cut,
+        "cached_tokens": sum(it.cached for it in found.outcomes),
         **queue_fields(found.outcomes),
     }
     run = Run(
@@ -191,6 +226,7 @@ _ROWS = {
     "Completed": "completed",
     "Failed": "failed",
     "Prompts cut to fit": "prompts_cut",
+    "Prompt tokens from kept KV": "cached_tokens",
     "Duration (s)": "duration",
     "Throughput (requests/s)": "request_throughput",
     "Prompt and answer tokens/s": "total_token_throughput",

@@ -33,6 +33,13 @@ class Slots:
         """Slots of `owner`, by instance."""
         return dict(self._held.get(owner, {}))
 
+    def hold(self, owner: Hashable, slots: Mapping[int, int]) -> None:
+        """Have `owner` hold so many slots of each instance, and no others."""
+        for index in self.held_by(owner):
+            self.give_back(owner, index)
+        if wanted := {index: count for index, count in slots.items() if count}:
+            self.take(owner, wanted)
+
     def give_back(self, owner: Hashable, index: int) -> None:
         """Free what `owner` holds on an instance."""
         self.free[index] += self._held[owner].pop(index)

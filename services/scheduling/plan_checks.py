@@ -69,6 +69,7 @@ class PlanChecks:
         assert sequence.joined_ns is not None, "moved before it is decoded"
         assert not sequence.over, "moved when it is over"
         assert not sequence.moves, "moved twice at a time"
+        assert not sequence.cached, "what others have computed is moved"
         start, stop = sequence.answer_span
         assert parts(Span(0, start), placement.shares), "not the prompt's positions"
         assert parts(Span(start, stop), placement.answer), "not the answer's positions"

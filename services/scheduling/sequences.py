@@ -211,14 +211,16 @@ class Sequences:
         self._measure(sequence, drawn)
         sequence.first_token_ns = sequence.first_token_ns or self._turn.now_ns
         if sequence.stays and sequence.in_place:
-            all_hashes = (*sequence.request.hashes, *hashes)
-            self._keep(sequence, drawn - sequence.drawn_before, all_hashes)
+            # Where KV lies that is being moved is known only when it is there.
+            known = () if sequence.moving else (*sequence.request.hashes, *hashes)
+            self._keep(sequence, drawn - sequence.drawn_before, known)
             return
         self._end(sequence, [sequence.decode] if sequence.joined_ns is None else [])
 
     def leave(self, sequence: Sequence) -> None:
         """Nobody waits for the rest of the answer; what there is may be of use to others."""
-        good = sequence.first_token_ns is not None and not sequence.over
+        lies = sequence.first_token_ns is not None and not sequence.moving
+        good = lies and not sequence.over
         if good and sequence.stays and sequence.in_place:
             self._keep(sequence, 1, sequence.request.hashes)
         else:

@@ -1,0 +1,115 @@
+"""Conversations on simulated gangs that keep KV."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from one_group import cluster
+from test_riders_simulated import LINE, STEP
+
+from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
+from csps.loadgen.simulator.records import arrivals_of, chained
+from csps.loadgen.simulator.requests import Arrival
+from csps.loadgen.simulator.simulate import scheduler_of
+from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Request
+from csps.services.scheduling.prefix.settings import ReuseSettings
+
+MS = 1_000_000
+BLOCK = 64
+POLICIES: dict[str, dict[str, Any]] = {
+    "csps": {"spt_tokens": 500, "short_tokens": 200, "spread_tokens": 400},
+    "fixed_sp": {"sp": 2, "spread_tokens": 400},
+    "chunked_prefill": {"token_budget": 256, "spread_tokens": 400},
+}
+CELLS = [(name, False) for name in POLICIES] + [("chunked_prefill", True)]
+
+
+def model(elastic: bool, kv_slots: int = 40_000) -> ClusterModel:
+    pair = cluster(instances=4, decode=2, step=STEP, line=LINE, kv_slots=kv_slots)
+    parts = dict(vars(pair))
+    if elastic:
+        parts["prefill"] = parts["decode"]
+    return ClusterModel(**parts)
+
+
+def conversations(seed: int, count: int = 8, turns: int = 4) -> list[Arrival]:
+    """Turns half a second apart, each of which begins with all of the one before."""
+    rng = random.Random(seed)
+    arrivals = []
+    for number in range(count):
+        blocks = 0
+        for turn in range(turns):
+            blocks += rng.randint(1, 6)
+            names = chained([1000 * number + block for block in range(blocks)])
+            at_ns = turn * 500 * MS + rng.randint(0, 100) * MS
+            tokens = blocks * BLOCK + rng.randint(1, BLOCK)
+            arrivals.append(
+                Arrival(at_ns=at_ns, prompt_tokens=tokens, output_tokens=5, hashes=names)
+            )
+    return sorted(arrivals, key=lambda it: it.at_ns)
+
+
+def run(
+    arrivals: list[Arrival], policy: str, elastic: bool, *, kv_slots: int = 40_000, **more: Any
+) -> Run:
+    at = model(elastic, kv_slots)
+    reuse = ReuseSettings(enabled=True, block_tokens=BLOCK)
+    scheduler = scheduler_of(at, policy, POLICIES[policy], reuse)
+    simulator = Simulator(scheduler, at, arrivals, **more)
+    found = simulator.run()
+    simulator.gangs.check_idle()
+    scheduler.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize(("policy", "elastic"), CELLS)
+def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool) -> None:
+    arrivals = conversations(1)
+    found = run(arrivals, policy, elastic)
+    known: dict[bytes, int] = {}
+    for outcome in found.outcomes:  # in order of arrival, and far enough apart
+        hashes = outcome.arrival.hashes
+        assert outcome.cached == known.get(hashes[0], 0) * BLOCK
+        known[hashes[0]] = len(hashes)
+    again = run([replace(it, hashes=()) for it in arrivals], policy, elastic)
+    kept, all_computed = (sum(it.ttft_ns for it in each.outcomes) for each in (found, again))
+    assert kept < all_computed
+
+
+@pytest.mark.parametrize(("policy", "elastic"), CELLS)
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_where_room_is_short_and_gangs_die(
+    policy: str, elastic: bool, seed: int
+) -> None:
+    faults = [
+        GangFault(at_ns=at * MS, role=role, up=up)  # type: ignore[arg-type]
+        for at, role, up in (
+            [(700, "elastic", False), (900, "elastic", True)]
+            if elastic
+            else [(600, "prefill", False), (800, "prefill", True)]
+        )
+    ]
+    found = run(
+        conversations(seed),
+        policy,
+        elastic,
+        kv_slots=1800,
+        faults=faults,
+        abandoned=[Abandoned(at_ns=601 * MS, request=number) for number in (9, 10, 11)],
+    )
+    assert all(it.ended_ns >= 0 for it in found.outcomes)
+
+
+def test_hash_ids_of_a_trace_name_blocks() -> None:
+    one, other = (
+        Request(arrival_ns=0, input_length=1100, output_length=1, hash_ids=ids)
+        for ids in ((1, 2, 3), (1, 9, 3))
+    )
+    first, second = arrivals_of([one, other])
+    assert len(first.hashes) == 1100 // HASH_BLOCK_TOKENS == 2
+    assert first.hashes[0] == second.hashes[0]
+    assert first.hashes[1] != second.hashes[1]
