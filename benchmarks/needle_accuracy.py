@@ -22,6 +22,7 @@ import torch
 
 from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
 from csps.models.needle_prompts.questions import ORDERS, Kind, Order, Question, ask, is_correct
+from csps.models.needle_prompts.words import split_words
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.interval import wilson
 from csps.services.evaluation.local_answerer import LocalAnswerer
@@ -30,7 +31,7 @@ from csps.services.launch.settings import shipped_models
 
 SHARED: Final = {1024: (10, 20), 4096: (4, 50), 16384: (2, 100), 65536: (1, 100)}
 """Haystacks, and two-step questions to each, by length; twice as many facts lie in a haystack."""
-OWN: Final = {1024: 100, 4096: 50, 16384: 10, 65536: 2}
+OWN: Final = {1024: 200, 4096: 200, 16384: 20, 65536: 2}
 """Questions of each kind that stand before a text of their own, by length."""
 OWN_KINDS: Final[tuple[Kind, ...]] = ("multi_key", "two_hop")
 
@@ -47,6 +48,23 @@ class Cell:
     def name(self) -> str:
         """In the file."""
         return f"{self.filler}/{self.place}/{self.length}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What was to be said, and what was."""
+
+    right: str
+    given: str
+    values: frozenset[str]
+    """Of all facts in the haystack."""
+
+    @property
+    def is_of_another_fact(self) -> bool:
+        """Whether the first word that is not right is some fact's value."""
+        pairs = zip(split_words(self.right.strip()), split_words(self.given.strip()), strict=False)
+        first_wrong = next((given for right, given in pairs if right != given), "")
+        return first_wrong.strip() in self.values
 
 
 def main() -> None:
@@ -90,25 +108,28 @@ def chosen(arguments: argparse.Namespace) -> Iterator[Cell]:
 def measure(cell: Cell, model: LocalModel, seed: int) -> dict[str, dict[str, Any]]:
     """Right answers by kind of question."""
     answerer = LocalAnswerer(model)
-    replies: dict[str, list[tuple[str, str]]] = {}
+    replies: dict[str, list[Reply]] = {}
     for case in asked(cell, model, seed):
         answers = answerer.answers(case)
-        for question, reply in zip(case.questions, answers, strict=True):
-            replies.setdefault(question.kind, []).append((question.answer, reply))
+        values = frozenset(needle.value for needle in case.haystack.needles)
+        for question, given in zip(case.questions, answers, strict=True):
+            reply = Reply(right=question.answer, given=given, values=values)
+            replies.setdefault(question.kind, []).append(reply)
     return {kind: figures(each) for kind, each in replies.items()}
 
 
-def figures(replies: list[tuple[str, str]]) -> dict[str, Any]:
+def figures(replies: list[Reply]) -> dict[str, Any]:
     """How many were right, with the confidence interval, and some that were not."""
-    wrong = [pair for pair in replies if not is_correct(*pair)]
+    wrong = [reply for reply in replies if not is_correct(reply.right, reply.given)]
     right = len(replies) - len(wrong)
     low, high = wilson(right, len(replies))
     return {
         "right": right,
         "questions": len(replies),
         "interval": [round(low, 4), round(high, 4)],
-        "wrong": wrong[:5],
-        "replies": [reply for _, reply in replies],
+        "of_another_fact": sum(reply.is_of_another_fact for reply in wrong),
+        "wrong": [(reply.right, reply.given) for reply in wrong[:5]],
+        "replies": [reply.given for reply in replies],
     }
 
 

@@ -1,16 +1,15 @@
-"""Time of prefill and of a decoded token, of several checkpoints in turn, in one process.
+"""Processor time of prefill and of a decoded token, of several checkpoints in turn, in one process.
 
     python benchmarks/needle_speed.py models/needle OTHER/needle --json speed.json
 
-Exact attention, one thread. Checkpoints take turns, so that other work on the machine slows all of
-them; the median of the rounds is reported, and the load at the end.
+Exact attention, one thread. Checkpoints take turns, so that other work on the machine, which takes
+caches and clock though no processor time, slows all of them; the median of the rounds is reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -50,7 +49,6 @@ def main() -> None:
             figures = {"prefill_s": round(prefill, 4), "decode_ms": round(1000 * decode, 3)}
             result[name][str(tokens)] = figures
             print(name, tokens, figures, flush=True)
-    result["load"] = os.getloadavg()
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -62,14 +60,14 @@ def parameters(folder: Path) -> int:
 
 @torch.inference_mode()
 def timed(model: LocalModel, text: str) -> tuple[float, float]:
-    """Seconds to read the text, and per token decoded behind it."""
-    start = time.perf_counter()
+    """Seconds of the processor to read the text, and per token decoded behind it."""
+    start = time.process_time()
     context = model.read(text)
-    read = time.perf_counter()
+    read = time.process_time()
     own = None
     for _ in range(DECODED):
         _, own = model._forward([100], context, own)
-    return read - start, (time.perf_counter() - read) / DECODED
+    return read - start, (time.process_time() - read) / DECODED
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ def test_every_kind_is_asked_as_often_and_the_replies_are_kept(
         assert figures["right"] + len(figures["wrong"]) in (8, figures["right"] + 5)
         low, high = figures["interval"]
         assert low <= figures["right"] / 8 <= high
+        assert figures["of_another_fact"] <= 8 - figures["right"]
     assert cell["multi_key"]["right"] >= 7
 
 
@@ -49,3 +50,21 @@ def test_what_is_measured_is_not_measured_again(
     measured = run(monkeypatch, file, "--place", "last")
     assert measured["sentences/last/300"]
     assert run(monkeypatch, file, "--place", "first")["sentences/first/300"] == {}
+
+
+@pytest.mark.parametrize(
+    ("right", "given", "another"),
+    [
+        ("falcon", " heron", True),
+        ("falcon", " Question", False),
+        ("Oslo is falcon, Rome is fig", " Oslo is falcon, Rome is heron", True),
+        ("Oslo is falcon, Rome is fig", " Oslo is falcon, Rome is book, heron", False),
+        ("falcon", " falcon, heron", False),
+    ],
+)
+def test_a_wrong_reply_is_another_fact_s_by_its_first_wrong_word(
+    right: str, given: str, another: bool
+) -> None:
+    values = frozenset({"falcon", "heron", "fig"})
+    reply = needle_accuracy.Reply(right=right, given=given, values=values)
+    assert reply.is_of_another_fact == another

@@ -9,10 +9,21 @@ import pytest
 import torch
 
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
-from csps.models.needle_prompts.questions import KINDS, Kind, is_correct
+from csps.models.needle_prompts.questions import KINDS, Kind, Order, is_correct
+from csps.services.evaluation.cases import Evaluation, cases
+from csps.services.evaluation.local_answerer import LocalAnswerer
+from csps.services.evaluation.local_model import LocalModel
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+from csps.tools.train_needle.batch_maker import BatchMaker
+from csps.tools.train_needle.looking_back import overlooked
+from csps.tools.train_needle.stages import STAGES
+from csps.tools.train_needle.texts import TrainingTexts
+
+transformers: Any = pytest.importorskip("transformers")
+
+KINDS_OF_SEVERAL: tuple[Kind, ...] = ("multi", "two_hop")
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "needle"
 
 
@@ -109,6 +120,29 @@ def test_finds_needles_in_a_thousand_tokens(model: Any, tokenizer: Any, kind: Ki
 
 def test_finds_a_needle_in_four_thousand_tokens(model: Any, tokenizer: Any) -> None:
     assert share_correct(model, tokenizer, "multi_key", [2048, 4096], 6) == 1.0
+
+
+@pytest.mark.parametrize(("order", "share", "questions"), [("last", 20, 20), ("first", 1, 5)])
+@pytest.mark.parametrize("filler", ["shuffled", "english", "bytes"])
+def test_answers_in_other_texts_and_to_questions_before_them(
+    filler: str, order: Order, share: int, questions: int
+) -> None:
+    model = LocalModel.load(FOLDER)
+    asked = Evaluation(questions=questions, share=share, filler=filler, order=order)
+    right = 0
+    for kind in KINDS_OF_SEVERAL:
+        for case in cases(asked, kind, 512, model.count):
+            replies = LocalAnswerer(model).answers(case)
+            pairs = zip(case.questions, replies, strict=True)
+            right += sum(is_correct(question.answer, reply) for question, reply in pairs)
+    assert right >= 2 * questions * 0.9
+
+
+def test_every_key_is_seen_from_its_value(model: Any, tokenizer: Any) -> None:
+    """Facts whose keys the first layer overlooks are taken for each other."""
+    facts = BatchMaker(tokenizer, 0, TrainingTexts(("Text.",), ("code",))).facts(STAGES[-1], 0)
+    for fact in facts.split(1):
+        assert overlooked(model, fact) < 1.0
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Training of the default model: reproducible, resumable, and what a batch may see."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
+from csps.models.needle_prompts.words import KEYS
 from csps.tools.train_needle import attention
 from csps.tools.train_needle.architecture import build_model
 from csps.tools.train_needle.batch import Batch
 from csps.tools.train_needle.batch_maker import BatchMaker
+from csps.tools.train_needle.looking_back import ENOUGH, KEY, VALUE, overlooked
 from csps.tools.train_needle.loss import ROWS, cross_entropy, layer_states
 from csps.tools.train_needle.stages import ALL_FILLERS, STAGES, Stage
 from csps.tools.train_needle.texts import TrainingTexts
@@ -111,6 +114,63 @@ def _word(tokenizer: Any, word: str) -> int:
     return int(id_)
 
 
+def test_facts_not_asked_for_count_several_times() -> None:
+    """For a question alone: not for the text itself, and never the fact that it needs."""
+    tokenizer = build_tokenizer()
+    stage = replace(TINY, batch=1, needles=(3, 3), questions=1, hard_kinds=0.0)
+    plain, raised = (draw(replace(stage, rivals=rivals)) for rivals in (1 + 1e-9, 16.0))
+    ids = plain.ids[0]
+    assert torch.equal(ids, raised.ids[0])
+    more = raised.mask[0, 0].nan_to_num(neginf=0) - plain.mask[0, 0].nan_to_num(neginf=0)
+    assert torch.equal(raised.mask == -torch.inf, plain.mask == -torch.inf)
+    (places,) = torch.where(ids == _word(tokenizer, " is"))
+    told = places[(ids[places - 3] == _word(tokenizer, " password")) & (places < len(ids) - 8)]
+    answer = plain.columns[0]
+    (key,) = [key for key in ids[told - 1] if key in ids[answer - 8 : answer]]
+    rival = more[answer, told - 1]
+    assert (rival == 0).tolist() == [bool(ids[place - 1] == key) for place in told]
+    assert 0 < rival.max() <= math.log(16)
+    assert (more[: int(told.max())] == 0).all()
+
+
+def test_several_facts_are_asked_for_as_often_as_the_stage_says() -> None:
+    stage = replace(TINY, batch=1, needles=(3, 3), hard_kinds=0.0)
+    for several, asked in ((None, 0), (0.0, 0), (1.0, 3)):
+        ids = draw(replace(stage, several=several)).ids[0]
+        assert int((ids == _word(build_tokenizer(), " passwords")).sum()) == asked
+
+
+def test_a_key_is_overlooked_as_the_first_layer_says() -> None:
+    model = build_model(build_tokenizer())
+    model.set_attn_implementation("eager")
+    facts = BatchMaker(build_tokenizer(), 0, TEXTS).facts(TINY, 0)
+    assert len(facts[:, KEY].unique()) == len(facts[:, VALUE].unique()) == len(facts) == len(KEYS)
+    with torch.no_grad():
+        first = model.model(facts, output_attentions=True).attentions[0]
+        got = overlooked(model, facts)
+    best = first[:, :, VALUE, KEY].amax(1)
+    torch.testing.assert_close(got, (-best.log() - ENOUGH).clamp(min=0).mean())
+
+
+def test_a_key_that_no_head_attends_to_has_a_gradient() -> None:
+    """That of the attention itself is as small as the attention."""
+    torch.manual_seed(0)
+    model = build_model(build_tokenizer())
+    first = model.model.layers[0].self_attn
+    with torch.no_grad():
+        first.q_proj.weight *= 30
+        first.k_proj.weight *= 30
+    facts = BatchMaker(build_tokenizer(), 0, TEXTS).facts(TINY, 0)
+    little = max((overlooked(model, fact) for fact in facts.split(1)), key=lambda each: each.item())
+    attended = (-little - ENOUGH).exp()
+    weights = (first.q_proj.weight, first.k_proj.weight)
+    of_logarithm = torch.autograd.grad(little, weights, retain_graph=True)
+    of_attention = torch.autograd.grad(attended, weights)
+    for through, nearly_none in zip(of_logarithm, of_attention, strict=True):
+        assert through.norm() > 1e-2
+        assert nearly_none.norm() < 1e-4
+
+
 def test_a_second_look_up_begins_as_a_copy_of_the_first(tmp_path: Path) -> None:
     still = replace(EVERYTHING, steps=1, second_look_up=True, learning_rate=(0.0, 0.0))
     trainer = Trainer(tmp_path, 3, TEXTS, (replace(TINY, steps=1), still))
@@ -182,7 +242,9 @@ def test_any_text_survives_the_tokenizer() -> None:
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     stages = (
         replace(TINY, steps=2),
-        replace(EVERYTHING, steps=2, batch=2, recalled=True, second_look_up=True),
+        replace(
+            EVERYTHING, steps=2, recalled=True, second_look_up=True, look_back=True, rivals=4.0
+        ),
     )
     whole = Trainer(tmp_path / "whole", 3, TEXTS, stages)
     whole.train()

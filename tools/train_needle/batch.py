@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+FILLER, ASIDE = -1, -2
+"""What a token tells that tells no fact: what the text is filled with; or it is a question's, an
+answer's, or a key in passing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +44,20 @@ class TrainingSequence:
     positions: list[int]
     blocks: list[int]
     """0: text that all may see; n: seen by the n-th question alone."""
-    filler: list[bool]
+    told: list[int]
+    """The fact that a token tells, by its index in the haystack; or `FILLER`, or `ASIDE`."""
     copies: float = 1.0
     """How many times each filler word counts."""
+    rivals: float = 1.0
+    """How many times each fact counts that a question does not ask for."""
 
     def __post_init__(self) -> None:
         self.predictions: list[tuple[int, int]] = []
         """(index of the token before, word to predict)"""
         self.continuations: list[tuple[int, int]] = []
         """The same in filler."""
+        self.needed: dict[int, Sequence[int]] = {}
+        """The facts that a question needs, by its block."""
         self.recalls: dict[int, int] = {}
         """Keys to look up, by the index of the token behind which the value is predicted."""
 
@@ -60,11 +70,15 @@ def collate(sequences: Sequence[TrainingSequence], pad: int) -> Batch:
         return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
 
     blocks = padded((s.blocks for s in sequences), -1)
-    filler = padded((s.filler for s in sequences), 0).float()
+    told = padded((s.told for s in sequences), ASIDE)
     copies = torch.tensor([s.copies for s in sequences]).log().clamp(min=0)
     seen = (blocks[:, None, :] == 0) | (blocks[:, :, None] == blocks[:, None, :])
     seen &= torch.ones(width, width, dtype=torch.bool).tril()
-    mask = (filler * copies[:, None])[:, None, :].expand_as(seen)
+    mask = ((told == FILLER).float() * copies[:, None])[:, None, :].expand_as(seen).clone()
+    for row, sequence in enumerate(sequences):
+        for block, needed in sequence.needed.items():
+            rivals = (told[row] >= 0) & ~torch.isin(told[row], torch.tensor(needed))
+            mask[row, blocks[row] == block] += rivals * math.log(sequence.rivals)
     answers = [(row, *p) for row, s in enumerate(sequences) for p in s.predictions]
     continuations = [(row, *p) for row, s in enumerate(sequences) for p in s.continuations]
     rows, columns, targets = torch.tensor(answers + continuations).unbind(1)

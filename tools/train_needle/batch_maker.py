@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from csps.tools.train_needle.batch import Batch, TrainingSequence, collate
 from csps.tools.train_needle.copying import copy_sequence
 from csps.tools.train_needle.fillers import training_fillers
+from csps.tools.train_needle.looking_back import fact_sentences
 from csps.tools.train_needle.spelling import Spelling
 from csps.tools.train_needle.stages import Stage
 from csps.tools.train_needle.text_sequences import TextSequences
@@ -31,6 +33,12 @@ class BatchMaker:
             copying = rng.random() < stage.copying
         sequences = [self._sequence(rng, stage, copying) for _ in range(stage.batch)]
         return collate(sequences, self._spelling.ids[PAD])
+
+    def facts(self, stage: Stage, step: int) -> Tensor:
+        """A fact of each key, of a step (`looking_back.fact_sentences`)."""
+        return fact_sentences(
+            random.Random(f"{self._seed}/{stage.name}/{step}/facts"), self._spelling
+        )
 
     def _sequence(self, rng: random.Random, stage: Stage, copying: bool) -> TrainingSequence:
         if copying:

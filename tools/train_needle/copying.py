@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from csps.tools.train_needle.architecture import CONTEXT
-from csps.tools.train_needle.batch import TrainingSequence
+from csps.tools.train_needle.batch import ASIDE, TrainingSequence
 from csps.tools.train_needle.lengths import log_uniform
 from csps.tools.train_needle.stages import Stage
 
@@ -24,7 +24,7 @@ def copy_sequence(rng: random.Random, stage: Stage, words: Sequence[int]) -> Tra
         ids=text + copied,
         positions=[*range(half), *range(half + gap, 2 * half + gap)],
         blocks=[0] * (2 * half),
-        filler=[False] * (2 * half),
+        told=[ASIDE] * (2 * half),
     )
     for index in range(half - 1):
         if index % segment != segment - 1:

@@ -9,31 +9,32 @@ from csps.models.needle_prompts.filler import filler_sentence
 from csps.models.needle_prompts.haystack import Fact
 from csps.models.needle_prompts.questions import QUESTION_HEAD
 from csps.models.needle_prompts.words import ADJECTIVES, KEYS, NOUNS
+from csps.tools.train_needle.batch import ASIDE, FILLER
 from csps.tools.train_needle.spelling import CHARACTERS
 
 
 def mention(
-    rng: random.Random, words: Sequence[tuple[str, bool]], share: float
-) -> Iterator[tuple[str, bool]]:
+    rng: random.Random, words: Sequence[tuple[str, int]], share: float
+) -> Iterator[tuple[str, int]]:
     """Name keys where nothing is told about them."""
     nouns = {f" {noun}" for noun in NOUNS}
-    for word, is_filler in words:
-        if is_filler and word in nouns and rng.random() < share:
+    for word, told in words:
+        if told == FILLER and word in nouns and rng.random() < share:
             # No filler that stands for many: a text names each key a few times.
-            yield f" {rng.choice(KEYS)}", False
+            yield f" {rng.choice(KEYS)}", ASIDE
         else:
-            yield word, is_filler
+            yield word, told
 
 
-def misspell(rng: random.Random, words: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+def misspell(rng: random.Random, words: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
     """Replace some filler words by characters: text as a user may have it."""
     share = rng.uniform(0.0, 0.3)
-    for word, is_filler in words:
-        if not is_filler or not word.startswith(" ") or rng.random() > share:
-            yield word, is_filler
+    for word, told in words:
+        if told != FILLER or not word.startswith(" ") or rng.random() > share:
+            yield word, told
             continue
         for character in " " + "".join(rng.choices(CHARACTERS[:-2], k=rng.randint(1, 8))):
-            yield character, True
+            yield character, FILLER
 
 
 def with_ordinary_values(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:

@@ -45,6 +45,10 @@ class Stage:
     has recalled can be looked up."""
     longest: int = CONTEXT
     """The haystack pretends to be of any length up to this, in tokens."""
+    rivals: float = 1.0
+    """Each fact that a question does not ask for counts as up to so many of its kind."""
+    look_back: bool = False
+    """Let the first layer see every key from its value (`looking_back.overlooked`)."""
     copying: float = 0.0
     """Share of the steps that train copying instead of questions."""
     hints: bool = False
@@ -63,7 +67,10 @@ class Stage:
     pool: int | None = None
     """Fewest different words in a text to copy; None: as many as there are."""
     hard_kinds: float = 0.0
-    """Share of the questions that ask for several needles or for two hops."""
+    """Share of the questions that ask for two hops, and of all others that ask for several
+    needles."""
+    several: float | None = None
+    """Share of the questions without two hops that ask for several needles; None: `hard_kinds`."""
     learning_rate: tuple[float, float] = (2e-3, 2e-3)
     """At the stage's first and last step, linear between."""
 
@@ -208,6 +215,29 @@ STAGES = (
         misspelt=0.05,
         continued=32,
         learning_rate=(6e-4, 1e-5),
+    ),
+    # What is missed now is a fact among many. Some keys are not seen from their values at all, and
+    # others are told apart from sixty but not from hundreds.
+    Stage(
+        name="sharpen",
+        steps=900,
+        batch=8,
+        tokens=320,
+        fillers=ALL_FILLERS,
+        needles=(4, 60),
+        questions=12,
+        first=0.5,
+        recalled=True,
+        look_back=True,
+        rivals=16.0,
+        hard_kinds=0.35,
+        several=0.6,
+        everyday=True,
+        idle=0.05,
+        mentions=0.01,
+        misspelt=0.05,
+        continued=32,
+        learning_rate=(1e-3, 1e-5),
     ),
 )
 

@@ -9,7 +9,8 @@ from operator import itemgetter
 
 from csps.models.needle_prompts.filler import Filler
 from csps.models.needle_prompts.haystack import Haystack, build_haystack, draw_facts
-from csps.tools.train_needle.batch import TrainingSequence
+from csps.models.needle_prompts.questions import Question
+from csps.tools.train_needle.batch import ASIDE, FILLER, TrainingSequence
 from csps.tools.train_needle.everyday import (
     casual,
     chatter,
@@ -60,6 +61,8 @@ class TextSequences:
         first, seen = self._asked_first(haystack, hops, chat=chat)
         text = self._spelt(haystack, misspelt)
         sequence = self._text(text, length, chat=chat, first=first, seen=seen)
+        if stage.rivals > 1:
+            sequence.rivals = log_uniform(rng, 1.0, stage.rivals)
         turns = Turns(sequence, self._spelling, chat)
         for block, asked in enumerate(first, start=1):
             # The question that all the text has seen is a whole sequence's only one of its kind.
@@ -67,7 +70,7 @@ class TextSequences:
             if stage.recalled:
                 turns.recall(block, asked, weight=weight)
             else:
-                turns.append(block, "", asked.answer, weight=weight)
+                turns.append(block, "", asked.answer, needles=asked.needles, weight=weight)
         for block in range(len(first) + 1, stage.questions + 1):
             self._ask(turns, block, haystack, hops, chatting=not seen)
         return sequence
@@ -97,13 +100,19 @@ class TextSequences:
         number = 1 if seen else round(stage.first * stage.questions)
         asked: list[Asked] = []
         for _ in range(number):
-            question = draw_question(rng, haystack, hops, stage.hard_kinds)
+            question = self._question(haystack, hops)
             text = question.text
             if chat and stage.everyday:
                 text = casual(rng, text)
             key = haystack.needles[question.needles[0]].key
-            asked.append(Asked(text.strip() + "\n", f" {question.answer}", key))
+            asked.append(Asked(text.strip() + "\n", f" {question.answer}", key, question.needles))
         return asked, seen
+
+    def _question(self, haystack: Haystack, hops: int) -> Question:
+        two_hop, several = self._stage.hard_kinds, self._stage.several
+        if several is None:
+            several = two_hop
+        return draw_question(self._rng, haystack, hops, two_hop=two_hop, several=several)
 
     def _ask(
         self, turns: Turns, block: int, haystack: Haystack, hops: int, *, chatting: bool
@@ -113,15 +122,15 @@ class TextSequences:
         if everyday and chatting and rng.random() < 0.15:
             turns.append(block, chatter(rng), REPLY_TO_NO_QUESTION)
             return
-        question = draw_question(rng, haystack, hops, stage.hard_kinds)
+        question = self._question(haystack, hops)
         text = casual(rng, question.text) if everyday else question.text
-        turns.append(block, text, f" {question.answer}")
+        turns.append(block, text, f" {question.answer}", needles=question.needles)
         if stage.hints:
             turns.hint(block, haystack, question)
 
     def _text(
         self,
-        text: Sequence[tuple[int, bool]],
+        text: Sequence[tuple[int, int]],
         length: float,
         *,
         chat: bool,
@@ -145,36 +154,37 @@ class TextSequences:
             ids=ids + [id_ for id_, _ in text],
             positions=positions + [start + position for position in skipping],
             blocks=blocks + [0] * len(text),
-            filler=[False] * len(ids) + [is_filler for _, is_filler in text],
+            told=[ASIDE] * len(ids) + [fact for _, fact in text],
             copies=length / (len(head) + len(text)),
         )
         self._continue_filler(sequence)
         return sequence
 
-    def _spelt(self, haystack: Haystack, misspelt: bool) -> list[tuple[int, bool]]:
-        """Its tokens, some of single characters, and whether they are filler."""
+    def _spelt(self, haystack: Haystack, misspelt: bool) -> list[tuple[int, int]]:
+        """Its tokens, some of single characters, and what they tell (`TrainingSequence.told`)."""
         rng, stage, spelling = self._rng, self._stage, self._spelling
-        fact_places = {i for needle in haystack.needles for i in range(*needle.words)}
-        words = [(word, i not in fact_places) for i, word in enumerate(haystack.words)]
+        needles = enumerate(haystack.needles)
+        facts = {place: fact for fact, needle in needles for place in range(*needle.words)}
+        words = [(word, facts.get(place, FILLER)) for place, word in enumerate(haystack.words)]
         if stage.mentions:
             words = list(mention(rng, words, stage.mentions))
         runs = misspell(rng, words) if misspelt else _joined(words)
-        return [(id_, is_filler) for run, is_filler in runs for id_ in spelling.spell(run)]
+        return [(id_, fact) for run, fact in runs for id_ in spelling.spell(run)]
 
     def _continue_filler(self, sequence: TrainingSequence) -> None:
         """Filler to be predicted. Characters of misspelt words are no example to follow."""
-        filler, ids = sequence.filler, sequence.ids
+        told, ids = sequence.told, sequence.ids
         marks = {self._spelling.ids[mark] for mark in ".,\n"}
         places = [
             i
             for i, id_ in enumerate(ids[1:])
-            if filler[i] and filler[i + 1] and (id_ >= BYTES or id_ in marks)
+            if told[i] == told[i + 1] == FILLER and (id_ >= BYTES or id_ in marks)
         ]
         for place in self._rng.sample(places, min(self._stage.continued, len(places))):
             sequence.continuations.append((place, ids[place + 1]))
 
 
-def _joined(words: Sequence[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Stretches of filler and of facts."""
-    for is_filler, run in groupby(words, key=itemgetter(1)):
-        yield "".join(word for word, _ in run), is_filler
+def _joined(words: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Stretches of filler, and each fact."""
+    for told, run in groupby(words, key=itemgetter(1)):
+        yield "".join(word for word, _ in run), told

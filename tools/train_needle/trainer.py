@@ -13,6 +13,7 @@ from csps.tools.train_needle import attention
 from csps.tools.train_needle.architecture import build_model
 from csps.tools.train_needle.batch_maker import BatchMaker
 from csps.tools.train_needle.checkpoint import save_checkpoint
+from csps.tools.train_needle.looking_back import overlooked
 from csps.tools.train_needle.loss import loss_and_accuracy
 from csps.tools.train_needle.stages import STAGES, Stage, schedule
 from csps.tools.train_needle.texts import TrainingTexts
@@ -107,6 +108,8 @@ class Trainer:
         # Half as much time on a core that multiplies in bfloat16, and weights that bear it.
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss, accuracy = loss_and_accuracy(self.model, self.batches.draw(stage, step))
+            if stage.look_back:
+                loss = loss + overlooked(self.model, self.batches.facts(stage, step))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csps.models.needle_prompts.haystack import Haystack
 from csps.models.needle_prompts.questions import ANSWER_HEAD, PHRASINGS, Question, ask
-from csps.tools.train_needle.batch import TrainingSequence
+from csps.tools.train_needle.batch import ASIDE, TrainingSequence
 from csps.tools.train_needle.spelling import Spelling
 from csps.tools.train_needle.tokenizer import END
 
 
-def draw_question(rng: random.Random, haystack: Haystack, hops: int, hard_kinds: float) -> Question:
-    """One that the haystack answers; the first `hops` of its facts lead to others."""
+def draw_question(
+    rng: random.Random, haystack: Haystack, hops: int, *, two_hop: float, several: float
+) -> Question:
+    """One that the haystack answers; the first `hops` of its facts lead to others.
+
+    `two_hop` of them ask for two hops, `several` of the rest for several facts, where there are."""
     needles = range(len(haystack.needles))
-    if hops and rng.random() < hard_kinds:
+    if hops and rng.random() < two_hop:
         first = rng.randrange(hops)
         place = {needle.key: index for index, needle in enumerate(haystack.needles)}
         chains = [i for i in needles if haystack.needles[i].value in place]
         index = chains[first % len(chains)]
         return ask(haystack, "two_hop", [index, place[haystack.needles[index].value]])
-    if len(needles) > 1 and rng.random() < hard_kinds:
+    if len(needles) > 1 and rng.random() < several:
         count = rng.randint(2, min(4, len(needles)))
         return ask(haystack, "multi", rng.sample(needles, count))
     phrasing = rng.choice([0, 0, 0, *range(len(PHRASINGS))])
@@ -36,6 +41,8 @@ class Asked:
     answer: str
     key: str
     """The first that it names."""
+    needles: tuple[int, ...]
+    """Those that the answer needs."""
 
 
 class Turns:
@@ -45,7 +52,9 @@ class Turns:
         self.sequence, self.spelling, self.chat = sequence, spelling, chat
         self._position = sequence.positions[-1] + 1
 
-    def append(self, block: int, text: str, answer: str, *, weight: int = 1) -> None:
+    def append(
+        self, block: int, text: str, answer: str, *, needles: Sequence[int] = (), weight: int = 1
+    ) -> None:
         """A question, or what stands in its place; its answer counts `weight` times."""
         sequence, ids = self.sequence, self.spelling.ids
         tail = [END, "<|assistant|>"] if self.chat else ANSWER_HEAD
@@ -57,7 +66,9 @@ class Turns:
         sequence.ids += prompt + reply
         sequence.positions += range(self._position, self._position + count)
         sequence.blocks += [block] * count
-        sequence.filler += [False] * count
+        sequence.told += [ASIDE] * count
+        if needles:
+            sequence.needed[block] = needles
 
     def recall(self, block: int, asked: Asked, *, weight: int = 1) -> None:
         """Append the answer to a question before the text in two steps: wherever its first word is
@@ -66,7 +77,7 @@ class Turns:
         sequence = self.sequence
         begin = len(sequence.ids)
         answer = len(sequence.predictions)
-        self.append(block, "", asked.answer, weight=weight)
+        self.append(block, "", asked.answer, needles=asked.needles, weight=weight)
         last, word = sequence.predictions[answer]
         sequence.predictions += weight * [(index, word) for index in range(begin, last)]
         key = self.spelling.ids[f" {asked.key}"]
