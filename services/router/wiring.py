@@ -6,6 +6,7 @@ from pathlib import Path
 
 from csps.protocols.errors import ConfigError
 from csps.services.launch.settings import Settings
+from csps.services.profiling.improvement_source import scheduling_options
 from csps.services.profiling.latency_source import latency_table
 from csps.services.profiling.ring_source import ring_rules
 from csps.services.router.decision_log import DecisionLog
@@ -20,7 +21,7 @@ def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
     """The scheduler with the policy that the operator named."""
     scheduling = settings.scheduling
     return Scheduler(
-        make_policy(scheduling.policy, scheduling.options),
+        make_policy(scheduling.policy, scheduling_options(settings)),
         costs,
         limits=QueueLimits(**settings.queue.model_dump()),
         deadlines=make_deadlines(settings),
@@ -46,12 +47,13 @@ def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
     scheduling = settings.scheduling
     if scheduling.log is None:
         return None
-    policy = make_policy(scheduling.policy, scheduling.options)
+    options = scheduling_options(settings)
+    policy = make_policy(scheduling.policy, options)
     header = Header(
         policy=scheduling.policy,
         policy_digest=policy.digest,
         table_digest=table.digest,
-        options=scheduling.options,
+        options=options,
         limits=QueueLimits(**settings.queue.model_dump()),
         deadlines=make_deadlines(settings),
     )

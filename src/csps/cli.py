@@ -54,6 +54,9 @@ COMMANDS = {
     "plan": Command(
         "loadgen.planner.command", "main", "the best configuration for an objective, and why"
     ),
+    "rates": Command(
+        "loadgen.simulator.rates_command", "main", "the policy tetris' rates of improvement"
+    ),
     "profile": Command(
         "services.profiling.command", "main", "measure what steps and links take here"
     ),

@@ -65,6 +65,12 @@ _Link = tuple[Choice, int, int, "_Link | None"]
 Plain tuples, here and as answers: most of them are thrown away."""
 
 
+def group_sizes(instances: int) -> list[int]:
+    """Candidates for the sizes of groups: powers of two, which leave fewest fragments (§7.1), and
+    all instances."""
+    return sorted({1 << exponent for exponent in range(instances.bit_length())} | {instances})
+
+
 class Cdsp:
     """Plans chunks for the instances of a gang.
 

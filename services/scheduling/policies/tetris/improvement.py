@@ -16,6 +16,8 @@ Records = Sequence[tuple[float, float]]
 """(requests per second, rate of improvement)."""
 WINDOW_S = 30
 """In which requests are counted (`view.View.rate_30s`)."""
+FIT = "improvement_rates"
+"""Name of the fits of a scaling information base that hold records, in JSON."""
 UNPROFILED = 0.3
 """Where nothing was simulated: in the middle of what the paper found best."""
 

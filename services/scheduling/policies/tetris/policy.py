@@ -25,7 +25,7 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
-from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
+from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
@@ -128,8 +128,7 @@ class _Pair:
         raise AssertionError("there was room")
 
     def _cdsp(self, cost: CostView) -> Cdsp:
-        count = len(self._spots)
-        sizes = sorted({1 << exponent for exponent in range(count.bit_length())} | {count})
+        sizes = group_sizes(len(self._spots))
         costs = tuple([(size, cost.exact(size, self._tp)) for size in sizes])
         return _planner(self._servers, costs, self._options.min_chunk, self._options.chunked)
 

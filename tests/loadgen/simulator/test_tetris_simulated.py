@@ -1,0 +1,112 @@
+"""Tetris in the simulator: its offline profile, and the order of policies at one load per trace."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csps.configurator.scaling_information_base import Identity, ScalingInformationBase
+from csps.loadgen.simulator.cluster_file import load_cluster
+from csps.loadgen.simulator.improvement_rates import drawn_from, planner_of, profile, ttfts_ns
+from csps.loadgen.simulator.rates_command import main
+from csps.loadgen.simulator.simulate import simulate
+from csps.loadgen.workloads.arrivals import Arrivals
+from csps.loadgen.workloads.generate import Size, generate
+from csps.loadgen.workloads.named import workload
+from csps.services.launch.settings import Settings
+from csps.services.profiling import improvement_source
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.policies.tetris.improvement import FIT
+
+CLUSTER = replace(load_cluster("tetris-16"), inside=None, between=None)
+UNLIMITED = {"max_batch": 1 << 20}
+IDENTITY = Identity(weights="w", dtype="f", device="d", cores=1, torch="2", ranks_per_core=1.0)
+
+
+def simulated(trace: str, load: float, policy: str, requests: int, **options: object) -> list[int]:
+    """TTFTs in nanoseconds; KV arrives at once, answers have one token."""
+    size = Size(positions=CLUSTER.max_positions, longest_output=1)
+    drawn = generate(workload(trace), requests, arrivals=Arrivals(rate=load), seed=7, size=size)
+    run = simulate(CLUSTER, policy, {**UNLIMITED, **options}, drawn)
+    return [it.ttft_ns for it in run.outcomes]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_plans_come_true(rate: float) -> None:
+    """What the profile finds by planning alone is what scheduler and ranks do, to a microsecond of
+    rounding for each chunk that was before."""
+    planner = planner_of(CLUSTER, 512)
+    prompts = drawn_from(workload("tetris-medium"), CLUSTER, requests=150, seed=7)(3.0)
+    found = simulated("tetris-medium", 3.0, "tetris", 150, improvement_rate=rate)
+    expected = ttfts_ns(planner, prompts, rate)
+    assert found == pytest.approx(expected, abs=1_000_000)
+
+
+def test_chunks_gain_at_the_same_rate() -> None:
+    whole = simulated("tetris-long", 1.5, "tetris", 200, improvement_rate=0.0, chunked=False)
+    cut = simulated("tetris-long", 1.5, "tetris", 200, improvement_rate=0.0)
+    assert statistics.median(cut) < statistics.median(whole)
+
+
+@pytest.mark.parametrize(
+    ("trace", "load"), [("tetris-short", 4.6), ("tetris-medium", 3.3), ("tetris-long", 2.0)]
+)
+def test_the_order_of_policies(trace: str, load: float) -> None:
+    """Where Fixed-SP 8 can just not follow any more."""
+    medians = [
+        statistics.median(simulated(trace, load, policy, 300, **options))
+        for policy, options in (
+            ("tetris", {"improvement_rate": 0.5}),
+            ("fixed_sp", {"sp": 8}),
+            ("tetris", {"improvement_rate": 0, "chunked": False}),
+            ("fixed_sp", {"sp": 16}),
+        )
+    ]
+    assert medians == sorted(medians)
+    assert medians[0] * 1.15 < medians[1]
+
+
+def test_the_best_rate_grows_with_the_load() -> None:
+    """Within noise."""
+    drawn = drawn_from(workload("tetris-long"), CLUSTER, requests=150)
+    records = profile(planner_of(CLUSTER, 512), drawn, rates=(0.05, 0.25, 0.5, 0.75))
+    loads, rates = zip(*records, strict=True)
+    assert loads == tuple(0.5 * (index + 1) for index in range(len(loads)))
+    assert rates[0] <= 0.25 < max(rates)
+    assert all(later >= min(0.5, rate) - 0.25 for rate, later in pairwise(rates))
+
+
+def test_the_command_prints_and_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sib.sqlite"
+    ScalingInformationBase.create(path, IDENTITY).close()
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 100 * n, "input_length": 30_000, "output_length": 1} for n in range(6)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    main(["--cluster", "tetris-16", "--trace", str(trace), "--sib", str(path)])
+    printed = capsys.readouterr().out.removesuffix(f"kept in {path}\n")
+    records = yaml.safe_load(printed)["improvement_rates"]
+    make_policy("tetris", {"improvement_rates": records})
+    with ScalingInformationBase.create(path, IDENTITY) as base:
+        fit = base.latest_fit(FIT)
+    assert fit is not None
+    assert json.loads(fit.canonical) == records
+    # The router finds them, where nothing else is set.
+    monkeypatch.setattr(improvement_source, "identity_of", lambda settings: IDENTITY)
+    for given, expected in (
+        ({}, records),
+        ({"improvement_rate": 0.3}, None),
+        ({"improvement_rates": [[1, 0.5]]}, [[1, 0.5]]),
+    ):
+        settings = Settings.model_validate(
+            {"scaling_information_base": str(path), "scheduling": {"policy": "tetris", **given}}
+        )
+        options = improvement_source.scheduling_options(settings)
+        assert options.get("improvement_rates") == expected

@@ -1,0 +1,137 @@
+"""Backends over orders of arrival: all finish, first come first served, nothing is given back too
+early, and cancelling or dying gives everything back (Tetris §4.2)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.receiving_backends import ReceivingBackends, Transfer
+
+WORLDS = st.fixed_dictionaries(
+    {
+        "backends": st.integers(1, 4),
+        "requests": st.lists(
+            st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=6
+        ),
+    }
+)
+"""(chunks, senders of each) of every request."""
+
+
+class World:
+    """Senders, each of which sends what it has computed in order, and a receiver."""
+
+    def __init__(self, backends: int, requests: list[tuple[int, int]]) -> None:
+        self.queue = ReceivingBackends(backends)
+        self.to_ask = [
+            [Transfer(number, chunk, sender) for chunk in range(chunks)]
+            for number, (chunks, senders) in enumerate(requests)
+            for sender in range(senders)
+        ]
+        self.left = {n: chunks * senders for n, (chunks, senders) in enumerate(requests)}
+        self.first_asked: list[int] = []
+        self.first_granted: list[int] = []
+        self.sending: list[Transfer] = []
+
+    def ask(self, choice: int) -> None:
+        """Some sender shakes hands for its next chunk."""
+        open_lines = [it for it in self.to_ask if it]
+        transfer = open_lines[choice % len(open_lines)].pop(0)
+        if transfer.request not in self.first_asked:
+            self.first_asked.append(transfer.request)
+        self.begin(self.queue.handshake(transfer))
+
+    def land(self, choice: int) -> None:
+        """Some transfer ends."""
+        transfer = self.sending.pop(choice % len(self.sending))
+        self.left[transfer.request] -= 1
+        held = self.queue.backends_of(transfer.request)
+        self.begin(self.queue.landed(transfer))
+        assert self.queue.backends_of(transfer.request) >= held, "given back before the last chunk"
+        if not self.left[transfer.request]:
+            self.begin(self.queue.release(transfer.request))
+
+    def begin(self, granted: list[Transfer]) -> None:
+        for transfer in granted:
+            if transfer.request not in self.first_granted:
+                self.first_granted.append(transfer.request)
+        self.sending += granted
+        assert len(self.sending) <= self.queue.total
+        self.queue.check_integrity()
+
+    @property
+    def asking(self) -> bool:
+        return any(self.to_ask)
+
+
+@given(WORLDS, st.data())
+def test_all_finish_in_the_order_of_their_first_handshakes(
+    world: dict[str, object], data: st.DataObject
+) -> None:
+    made = World(**world)  # type: ignore[arg-type]
+    numbers = st.integers(0, 99)
+    while made.asking or made.sending:
+        may = [act for act, able in ((made.ask, made.asking), (made.land, made.sending)) if able]
+        data.draw(st.sampled_from(may))(data.draw(numbers))
+    assert not any(made.left.values())
+    assert made.first_granted == made.first_asked
+    assert made.queue.free == made.queue.total
+
+
+@given(WORLDS, st.data())
+def test_whatever_is_cancelled_the_others_finish(
+    world: dict[str, object], data: st.DataObject
+) -> None:
+    made = World(**world)  # type: ignore[arg-type]
+    numbers = st.integers(0, 99)
+    cancelled = data.draw(st.sets(st.sampled_from(sorted(made.left))))
+    for _ in range(data.draw(st.integers(0, 20))):
+        if made.asking and data.draw(st.booleans()):
+            made.ask(data.draw(numbers))
+        elif made.sending:
+            made.land(data.draw(numbers))
+    for number in cancelled:
+        made.to_ask = [it for it in made.to_ask if not it or it[0].request != number]
+        made.sending = [it for it in made.sending if it.request != number]
+        made.begin(made.queue.release(number))
+        assert made.queue.backends_of(number) == 0
+    while made.asking or made.sending:
+        (made.land if made.sending else made.ask)(data.draw(numbers))
+    assert all(not left for number, left in made.left.items() if number not in cancelled)
+    assert made.queue.free == made.queue.total
+
+
+def test_a_dead_sender_blocks_nobody() -> None:
+    queue = ReceivingBackends(1)
+    dead, other = Transfer(1, 0, 7), Transfer(2, 0, 8)
+    assert queue.handshake(dead) == [dead]
+    assert queue.handshake(other) == []
+    assert queue.lose(7) == []
+    assert queue.landed(dead) == []
+    assert queue.release(1) == [other]
+    assert queue.release(2) == []
+    queue.check_integrity()
+
+
+def test_enough_backends_gate_nobody() -> None:
+    """As many as senders: every handshake is granted at once, whatever the order."""
+    queue = ReceivingBackends(6)
+    for request, sender in product(range(2), range(3)):
+        transfer = Transfer(request, 0, sender)
+        assert queue.handshake(transfer) == [transfer]
+    assert queue.waiting == []
+
+
+def test_a_later_chunk_of_an_older_request_goes_before_a_younger_request() -> None:
+    queue = ReceivingBackends(1)
+    first, later, younger = Transfer(1, 0, 0), Transfer(1, 1, 0), Transfer(2, 0, 1)
+    assert queue.handshake(first) == [first]
+    assert queue.handshake(younger) == []
+    assert queue.landed(first) == [], "held for the chunks that have not come yet"
+    assert queue.handshake(later) == [later]
+    assert queue.waiting == [younger]
+    queue.landed(later)
+    assert queue.release(1) == [younger]

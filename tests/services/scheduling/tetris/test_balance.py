@@ -1,0 +1,77 @@
+"""History over a group that has grown: even to within a token, and nothing moves in vain."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csps.protocols.placement import LAYOUTS
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.policies.tetris.balance import balancing_moves
+from csps.services.scheduling.shares import laid_out, outside, tokens_on
+
+
+def positions(shares: tuple[Share, ...]) -> list[tuple[int, int]]:
+    """(position, instance), ascending."""
+    return sorted((at, it.instance) for it in shares for at in range(it.start, it.stop, it.step))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[tuple[Share, ...], list[int]]:
+    """Chunks on nested groups, each in some layout, and the group that follows."""
+    instances = draw(st.permutations(range(8)))
+    sizes = sorted(draw(st.lists(st.integers(1, 8), min_size=2, max_size=4)))
+    history: tuple[Share, ...] = ()
+    start = 0
+    for size in sizes[:-1]:
+        length = draw(st.integers(1, 60))
+        layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))]
+        history += laid_out(sorted(instances[:size]), layout(length, size), start)
+        start += length
+    return history, sorted(instances[: sizes[-1]])
+
+
+def moved(history: tuple[Share, ...], moves: tuple[Share, ...]) -> tuple[Share, ...]:
+    """Where history lies then."""
+    return (*outside(history, moves), *moves)
+
+
+@given(histories())
+def test_members_have_as_much_to_within_a_token(world: tuple[tuple[Share, ...], list[int]]) -> None:
+    history, group = world
+    after = moved(history, balancing_moves(history, group))
+    held = [tokens_on(after).get(it, 0) for it in group]
+    assert max(held) - min(held) <= 1
+    assert [at for at, _ in positions(after)] == [at for at, _ in positions(history)]
+
+
+@given(histories())
+def test_only_displaced_tokens_move(world: tuple[tuple[Share, ...], list[int]]) -> None:
+    """As many as the fullest members have above what they are to have; nobody gives and takes."""
+    history, group = world
+    moves = balancing_moves(history, group)
+    before, after = tokens_on(history), tokens_on(moved(history, moves))
+    displaced = sum(max(0, before.get(it, 0) - after.get(it, 0)) for it in group)
+    assert sum(it.tokens for it in moves) == displaced
+    total, size = sum(before.values()), len(group)
+    least = sum(max(0, held - -(-total // size)) for held in before.values())
+    most = sum(max(0, held - total // size) for held in before.values())
+    assert least <= displaced <= most
+    givers = {it for it in group if before.get(it, 0) > after.get(it, 0)}
+    assert givers.isdisjoint(it.instance for it in moves)
+
+
+@given(histories(), st.integers(0, 10))
+def test_nobody_takes_in_more_than_there_is_room_for(
+    world: tuple[tuple[Share, ...], list[int]], room: int
+) -> None:
+    history, group = world
+    moves = balancing_moves(history, group, dict.fromkeys(group, room))
+    assert all(count <= room for count in tokens_on(moves).values())
+
+
+@given(histories())
+def test_what_is_even_stays_where_it_is(world: tuple[tuple[Share, ...], list[int]]) -> None:
+    history, group = world
+    after = moved(history, balancing_moves(history, group))
+    assert balancing_moves(after, group) == ()
