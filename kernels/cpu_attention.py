@@ -51,6 +51,11 @@ def _one_sequence(
         return nothing_seen(q_thd)
     if q_positions is None or k_positions is None:
         return _dense(q_thd, k_thd, v_thd, scale)
+    if isinstance(q_positions, range) and isinstance(k_positions, range):
+        # Chunks of a prompt come so, and short ones often: nothing is inspected.
+        corner = q_positions.start - k_positions.start
+        if q_positions.step == k_positions.step == 1 and 0 <= corner <= len(k_thd) - len(q_thd):
+            return _diagonal(q_thd, k_thd, v_thd, corner, scale)
     q_positions = as_tensor(q_positions, q_thd.device)
     k_positions = as_tensor(k_positions, q_thd.device)
     if q_positions.min() >= k_positions.max():
@@ -90,7 +95,17 @@ def _block(
         hidden = torch.arange(block.last) >= visible[:, None]
         mask = torch.zeros(hidden.shape, dtype=q_thd.dtype).masked_fill_(hidden, -torch.inf)
         return _flash(q_thd, k_thd, v_thd, scale, mask=mask)
-    corner = block.first - 1  # the first row's newest key is the diagonal's first
+    return _diagonal(q_thd, k_thd, v_thd, block.first - 1, scale)
+
+
+def _diagonal(
+    q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, corner: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Row i sees keys up to `corner` + i: all before the corner, and those of a triangle."""
+    stop = corner + len(q_thd)
+    k_thd, v_thd = k_thd[:stop], v_thd[:stop]
+    if len(q_thd) == 1:
+        return _dense(q_thd, k_thd, v_thd, scale)
     out_thd, lse_ht = _flash(q_thd, k_thd[corner:], v_thd[corner:], scale, causal=True)
     if corner:
         merge_into(out_thd, lse_ht, *_dense(q_thd, k_thd[:corner], v_thd[:corner], scale))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from dense_reference import dense_attention
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from property_examples import examples
 from token_layouts import LAYOUTS, batches, random_qkv
 from torch import Tensor
@@ -37,6 +38,22 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
 
 def test_positions_left_out_mean_everything_is_seen() -> None:
     check(*random_qkv(4, 40, 70), q_positions=None, k_positions=None)
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> range:
+    start, step = draw(st.integers(0, 90)), draw(st.sampled_from([1, 1, 2]))
+    return range(start, start + step * draw(st.integers(1, 90)), step)
+
+
+@settings(max_examples=examples(60))
+@given(q_positions=ranges(), k_positions=ranges())
+def test_ranges_of_positions_mean_their_positions(q_positions: range, k_positions: range) -> None:
+    q, k, v = random_qkv(9, len(q_positions), len(k_positions))
+    out_thd, lse_ht = attention(q, k, v, q_positions=q_positions, k_positions=k_positions)
+    q_at, k_at = torch.tensor(q_positions), torch.tensor(k_positions)
+    want = dense_attention(q, k, v, q_positions=q_at, k_positions=k_at)
+    torch.testing.assert_close((out_thd, lse_ht), want, atol=1e-10, rtol=1e-10)
 
 
 @settings(max_examples=examples(60))
