@@ -89,7 +89,7 @@ def test_two_groups_of_eight_are_a_queue_with_two_servers() -> None:
         assert outcome.started_ns == began
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
 def test_littles_law_and_nothing_lost(policy: str) -> None:
     arrivals = chats(random.Random(3), 300, 2.0)
     found = run(load_cluster("tetris-16"), policy, {}, arrivals)
@@ -106,7 +106,7 @@ def test_littles_law_and_nothing_lost(policy: str) -> None:
     assert not any(it.error for it in found.outcomes)
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
 def test_decisions_know_nothing_of_the_future(policy: str) -> None:
     """Cutting the trace, or other lengths of unfinished answers, change no earlier turn."""
     cluster = load_cluster("tetris-16")
@@ -160,7 +160,7 @@ def _times(cost: StepCost, k: int) -> StepCost:
     return StepCost(a=k * cost.a, b=k * cost.b, c=k * cost.c, d=k * cost.d)
 
 
-@pytest.mark.parametrize("policy", ["csps", "fixed_sp"])
+@pytest.mark.parametrize("policy", ["csps", "fixed_sp", "tetris"])
 def test_requests_go_on_when_gangs_die(policy: str) -> None:
     """Every answer is whole, every slot comes back, and clients that left get nothing more."""
     cluster = load_cluster("tetris-16")

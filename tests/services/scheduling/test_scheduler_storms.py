@@ -15,6 +15,7 @@ RIDING = {"token_budget": 256, **SPREAD}
 POLICIES = [
     ("csps", {"spt_tokens": 500, "short_tokens": 100, **SPREAD}, "pair"),
     ("fixed_sp", {"sp": 2, **SPREAD}, "pair"),
+    ("tetris", {"improvement_rate": 0.05, "min_chunk": 1, **SPREAD}, "pair"),
     ("chunked_prefill", RIDING, "elastic"),
     ("chunked_prefill", RIDING, "pair"),
 ]
