@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WRITE_S = 10.0
 """For other processes to end their transactions, which take milliseconds."""
 
@@ -95,9 +95,16 @@ class PhaseRow:
 class AccuracyRow:
     """Answers with sparse attention to questions that exact attention was asked as well."""
 
+    kind: str
+    """Of the questions, such as "multi_key, question first"."""
     tokens: int
+    strategy: str
+    """"ntp" or "tp"."""
     levels: int
     drop_ratio: float
+    """Of level 2, in all layers that drop."""
+    importance_layer: str
+    importance_window: int
     group_shape: str
     questions: int
     right_exact: int
@@ -168,7 +175,7 @@ class ScalingInformationBase:
             # Not mode=ro: a reader of a write-ahead log may have to make its shared memory.
             uri = f"{path.resolve().as_uri()}?mode=rw"
             base = cls(path, sqlite3.connect(uri, uri=True, timeout=WRITE_S, isolation_level=None))
-            return base._checked(lambda: base._check(identity))
+            return base._checked(lambda: base._open(identity))
 
     def close(self) -> None:
         """Close the file."""
@@ -221,6 +228,19 @@ class ScalingInformationBase:
             raise
         return self
 
+    def _open(self, identity: Identity | None) -> None:
+        self._renew()
+        self._check(identity)
+
+    def _renew(self) -> None:
+        """Schema 1 had fewer columns for accuracy, of which nothing had been measured yet."""
+        if self._version() == 1:
+            with self._transaction():
+                if self._version() == 1:
+                    self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
+                    self._make_table(AccuracyRow)
+                    self._database.execute("PRAGMA user_version = 2")
+
     def _prepare(self, identity: Identity) -> None:
         if self._version() == 0:
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -228,7 +248,7 @@ class ScalingInformationBase:
                 # Read again: another process may have been quicker.
                 if self._version() == 0:
                     self._make_tables(identity)
-        self._check(identity)
+        self._open(identity)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -243,16 +263,19 @@ class ScalingInformationBase:
     def _make_tables(self, identity: Identity) -> None:
         if self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             raise ConfigError(f"{self.path} is a SQLite file, but no scaling information base")
-        for kind, table in _TABLES.items():
-            columns = ", ".join(
-                f"{field.name} {_SQL_TYPES[str(field.type)]} NOT NULL" for field in fields(kind)
-            )
-            self._database.execute(f"CREATE TABLE {table} ({columns})")
+        for kind in _TABLES:
+            self._make_table(kind)
         self._database.execute("CREATE TABLE identity (name TEXT PRIMARY KEY, value NOT NULL)")
         self._database.executemany(
             "INSERT INTO identity VALUES (?, ?)", list(asdict(identity).items())
         )
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _make_table(self, kind: type[Any]) -> None:
+        columns = ", ".join(
+            f"{field.name} {_SQL_TYPES[str(field.type)]} NOT NULL" for field in fields(kind)
+        )
+        self._database.execute(f"CREATE TABLE {_TABLES[kind]} ({columns})")
 
     def _check(self, identity: Identity | None) -> None:
         version = self._version()

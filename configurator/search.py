@@ -89,7 +89,7 @@ def enumerated(question: Question, space: Space, loss: Loss) -> Answer:
     configurations are compared in the order of their loss, up to the first that is fast enough."""
     if question.objective.kind == "accuracy":
         return _least_loss(question, space, loss)
-    return chosen(question, compared(question, _admissible(question, space, loss), loss))
+    return chosen(question, compared(question, admissible(question, space, loss), loss))
 
 
 def exhaustive(question: Question, space: Space, loss: Loss) -> Answer:
@@ -98,7 +98,7 @@ def exhaustive(question: Question, space: Space, loss: Loss) -> Answer:
 
 
 def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
-    candidates = list(_admissible(question, space, loss))
+    candidates = list(admissible(question, space, loss))
     losses = dict(zip(candidates, loss(candidates), strict=True))
     in_order = sorted(candidates, key=losses.__getitem__)
     found: list[Found] = []
@@ -111,7 +111,8 @@ def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
     return chosen(question, found)
 
 
-def _admissible(question: Question, space: Space, loss: Loss) -> Iterator[CsaSettings]:
+def admissible(question: Question, space: Space, loss: Loss) -> Iterator[CsaSettings]:
+    """Exact attention, and whatever keeps the bound on the loss."""
     locations = question.group.locations
     yield from space.exact(locations)
     for strategy, levels, judging in space.variants(locations):

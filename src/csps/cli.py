@@ -60,6 +60,9 @@ COMMANDS = {
     "profile": Command(
         "services.profiling.command", "main", "measure what steps and links take here"
     ),
+    "train": Command(
+        "services.profiling.train", "main", "learn what sparse attention loses of accuracy"
+    ),
     "eval": Command("services.evaluation.command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""

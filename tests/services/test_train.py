@@ -1,0 +1,132 @@
+"""`csps train` learns from rows of accuracy, and its regressor is `csps plan`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.regressors.direct import DirectModel
+from csps.configurator.regressors.measured import accuracy_samples, places_of
+from csps.configurator.scaling_information_base import (
+    AccuracyRow,
+    LinkRow,
+    PhaseRow,
+    ScalingInformationBase,
+)
+from csps.protocols.errors import ConfigError
+from csps.services.launch.deploy_config import read_config
+from csps.services.profiling import train
+from csps.services.profiling.identity import identity_of
+
+
+def row(ratio: float, right: int, *, kind: str = "single", questions: int = 100) -> AccuracyRow:
+    return AccuracyRow(
+        kind=kind,
+        tokens=4_096,
+        strategy="ntp",
+        levels=3,
+        drop_ratio=ratio,
+        importance_layer="same",
+        importance_window=64,
+        group_shape="2+2",
+        questions=questions,
+        right_exact=questions,
+        right=right,
+        date="d",
+    )
+
+
+@pytest.fixture
+def config(tiny_llama: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    arguments = {
+        "model": str(tiny_llama),
+        "scaling_information_base": str(tmp_path / "sib.sqlite"),
+    }
+    application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+def test_of_kinds_of_questions_the_worst_counts_and_rows_of_a_kind_add_up() -> None:
+    rows = [row(0.5, 99), row(0.5, 97), row(0.5, 90, kind="two_hop"), row(0.6, 100)]
+    half, more = accuracy_samples(rows, layers=4)
+    assert (half.loss, half.questions) == (0.1, 100)
+    assert more.loss == 0
+    (summed,) = accuracy_samples(rows[:2], layers=4)
+    assert (summed.loss, summed.questions) == (0.02, 200)
+
+
+def test_places_of_a_shape() -> None:
+    assert places_of("2+1") == ("0-0-0", "0-0-1", "0-1-0")
+
+
+def test_what_was_measured_is_learned_and_kept(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = read_config(config).settings
+    sib = Path(settings.scaling_information_base)
+    identity = identity_of(settings)
+    with ScalingInformationBase.create(sib, identity) as base:
+        for percent in range(2, 98, 4):
+            base.add(row(percent / 100, 100 if percent < 60 else 80))
+    train.main(["--config", str(config)])
+    said = capsys.readouterr().out
+    assert "24 configurations" in said
+    assert "run `csps profile phases`" in said
+    folder = sib.with_suffix(".regressors") / "accuracy"
+    model = AccuracyModel.load(folder, {"weights": identity.weights, "dtype": identity.dtype})
+    (low, high) = model.loss(
+        [it.setting for it in accuracy_samples([row(0.2, 0), row(0.9, 0)], layers=4)]
+    )
+    assert low < 0.05 < high
+
+
+def test_with_profiled_times_the_best_is_learned_as_well(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "LENGTHS", (128, 256, 512))
+    settings = read_config(config).settings
+    sib = Path(settings.scaling_information_base)
+    identity = identity_of(settings)
+    with ScalingInformationBase.create(sib, identity) as base:
+        for percent in range(2, 98, 4):
+            base.add(row(percent / 100, 100))
+        for size in (8, 100_000):
+            seconds = 1e-4 + size * 1e-9
+            base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
+        for phase in ("qkv", "attention", "linear", "mlp"):
+            for tokens in (100, 1_000):
+                base.add(
+                    PhaseRow(
+                        strategy="any",
+                        group_shape="1",
+                        tp=1,
+                        phase=phase,
+                        tokens=tokens,
+                        keys=tokens,
+                        bytes=0,
+                        seconds=tokens * 1e-6,
+                        load=0.0,
+                        date="d",
+                    )
+                )
+    train.main(["--config", str(config), "--out", str(sib.parent / "made")])
+    assert "answers of the search" in capsys.readouterr().out
+    of_machine = {"weights": identity.weights, "device": identity.device}
+    for kind in train.KINDS:
+        assert DirectModel.load(sib.parent / "made" / kind, kind, 1, of_machine)
+
+
+def test_without_measurements_it_says_so(config: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing has been measured"):
+        train.main(["--config", str(config)])
+    settings = read_config(config).settings
+    ScalingInformationBase.create(
+        Path(settings.scaling_information_base), identity_of(settings)
+    ).close()
+    with pytest.raises(ConfigError, match="0 measurements of accuracy"):
+        train.main(["--config", str(config)])
