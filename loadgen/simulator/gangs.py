@@ -104,6 +104,8 @@ class SimulatedGangs:
         self._decode_slots = Slots(())
         self._decode_kept = KeptKv(self._decode_slots)
         self._sequences: dict[SequenceId, Sequence] = {}
+        self._moving: dict[SequenceId, None] = {}
+        """Those whose KV is on its way to other instances."""
         self.logs: list[IterationLog] = []
         """Of all decode gangs that there were."""
 
@@ -111,7 +113,7 @@ class SimulatedGangs:
     def busy(self) -> bool:
         """Something is under way or held."""
         computing = self._prefill is not None and self._prefill.steps > 0
-        return computing or bool(self._sequences)
+        return computing or bool(self._sequences) or bool(self._moving)
 
     @property
     def instances(self) -> tuple[InstanceId, ...]:
@@ -193,6 +195,7 @@ class SimulatedGangs:
             self._report_progress()
             self._batch = None
             self._sequences.clear()
+            self._moving.clear()
         self._listener.tell(GangDown(gang=gang, reason=reason))
 
     def reset(self, gang: GangId, reason: str) -> None:
@@ -345,6 +348,7 @@ class SimulatedGangs:
         there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
         coming = {it: n - held.get(it, 0) for it, n in there.items() if n > held.get(it, 0)}
         key = ("move", command.sequence)
+        self._moving[command.sequence] = None
         self._decode_slots.take(key, coming)
         drawn = Span(0, sequence.prompt_tokens + batch.drawn_by(sequence.row))
         now = tokens_on(within((*sequence.shares, *sequence.answer), drawn))
@@ -367,6 +371,7 @@ class SimulatedGangs:
         if not self.alive(gang):
             return
         key = ("move", command.sequence)
+        del self._moving[command.sequence]
         coming = self._decode_slots.held_by(key)
         for index in coming:
             self._decode_slots.give_back(key, index)

@@ -97,15 +97,16 @@ class ElasticGang:
     def movable(self) -> tuple[Elastic, ...]:
         """Instances that decode, and all of whose slots belong to sequences that can move now."""
         held: dict[InstanceId, int] = {}
+        busy = self.busy
         for it in self.sequences:
-            if it.joined_ns is None or it.moves:
+            if it.joined_ns is None:
+                busy |= instances_of(it)
                 continue
             for share in it.shares:
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
             start, stop = it.answer_span
             for share in it.answer or (Share(it.master_id, start, stop),):
                 held[share.instance] = held.get(share.instance, 0) + share.tokens
-        busy = self.busy
         return tuple(
             it for it in self.all if it.id not in busy and it.used and it.used == held.get(it.id, 0)
         )

@@ -279,10 +279,13 @@ class _Round:
         yield from self._greedy(instances[batching.batches[-1].end :], slowest_ns)
 
     def _moves(self, migrations: Sequence[Migration]) -> Iterator[Move]:
+        movable = {it.id for it in self._gang.movable}
         for migration in migrations:
+            if migration.source not in movable:
+                continue  # what is here stays, and stands still
             found = list(moves(migration, self._gang.sequences))
             if any(it.sequence in self._moved for it in found):
-                continue  # it lies on two of them: what is here stays, and stands still
+                continue  # the same, because it lies on two of them
             self._moved.update((it.sequence, None) for it in found)
             for target, tokens in migration.targets:
                 self._gang.unused[target] -= tokens

@@ -11,7 +11,7 @@ import pytest
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.cluster_file import parse_cluster
-from csps.loadgen.simulator.kernel import Abandoned, Run, Simulator
+from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
 from csps.protocols.errors import ConfigError
@@ -48,6 +48,7 @@ class Watched:
         arrivals: Sequence[Arrival],
         model: ClusterModel | None = None,
         abandoned: Sequence[Abandoned] = (),
+        faults: Sequence[GangFault] = (),
         **options: Any,
     ) -> None:
         self.commands: list[tuple[int, AnyCommand]] = []
@@ -55,7 +56,12 @@ class Watched:
         model = model or cluster()
         self._scheduler = scheduler_of(model, "loongserve", options)
         simulator = Simulator(
-            self._scheduler, model, arrivals, abandoned=abandoned, observer=self._see
+            self._scheduler,
+            model,
+            arrivals,
+            abandoned=abandoned,
+            faults=faults,
+            observer=self._see,
         )
         self.run: Run = simulator.run()
         simulator.gangs.check_idle()
@@ -87,12 +93,12 @@ def arrival(at_ms: int, prompt: int, output: int, most: int | None = None) -> Ar
     )
 
 
-def random_arrivals(seed: int, count: int, slots: int) -> list[Arrival]:
+def random_arrivals(seed: int, count: int, slots: int, gap_ms: int = 60) -> list[Arrival]:
     """Of all sizes up to what the gang holds; half of the answers are as long as they may be."""
     rng = random.Random(seed)
     now, found = 0, []
     for _ in range(count):
-        now += round(rng.expovariate(1 / 60))
+        now += round(rng.expovariate(1 / gap_ms))
         prompt = min(slots * 3, round(rng.lognormvariate(6.5, 1.6)) + 1)
         most = rng.randint(1, min(200, slots))
         output = most if rng.random() < 0.5 else rng.randint(1, most)
@@ -170,11 +176,49 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, move: int) 
     assert max(passed.values()) <= rounds
 
 
-def test_cancelling_frees_everything() -> None:
-    arrivals = random_arrivals(9, 40, 20_000)
-    gone = [Abandoned(at_ns=it.at_ns + 40 * MS, request=n) for n, it in enumerate(arrivals, 1)]
-    watched = Watched(arrivals, abandoned=gone[::2])
-    assert sum(not it.error for it in watched.run.outcomes) >= 20
+LINKS = {
+    "links": {"inside": {"gbps": 0.2, "latency_us": 10}},
+    "kv": {"bytes_per_token": 1000, "layers": 4},
+}
+"""KV of a token takes 40 microseconds: moves take their time."""
+
+
+@pytest.mark.parametrize("after_ms", [40, 90, 300])
+@pytest.mark.parametrize("move", [0, 1000])
+def test_cancelling_frees_everything(move: int, after_ms: int) -> None:
+    """During a prefill and its scale-down, while KV moves, and while others are decoded."""
+    arrivals = random_arrivals(9, 60, 4_000)
+    gone = [
+        Abandoned(at_ns=it.at_ns + after_ms * MS, request=n) for n, it in enumerate(arrivals, 1)
+    ]
+    model = cluster(slots=4_000, **LINKS)
+    watched = Watched(arrivals, model, gone[::2], move_us_per_1k_tokens=move)
+    assert sum(not it.error for it in watched.run.outcomes) >= 30
+    assert any(isinstance(it, MoveKv) for _, it in watched.commands) == bool(move)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_preempted_may_be_emptied_as_well(seed: int) -> None:
+    """Or not, if somebody who is still prefilled is to be decoded there."""
+    arrivals = random_arrivals(seed, 150, 2_000, gap_ms=8)
+    watched = Watched(arrivals, cluster(slots=4_000, **LINKS), move_us_per_1k_tokens=1000)
+    assert all(not it.error for it in watched.run.outcomes)
+
+
+@pytest.mark.parametrize("at_ms", [200, 700, 1500])
+def test_a_gang_that_dies_takes_moves_along(at_ms: int) -> None:
+    """All requests go on with their next token on the next gang."""
+    faults = [
+        GangFault(at_ns=at_ms * MS, role="elastic"),
+        GangFault(at_ns=(at_ms + 100) * MS, role="elastic", up=True),
+    ]
+    arrivals = random_arrivals(9, 60, 4_000)
+    watched = Watched(
+        arrivals, cluster(slots=4_000, **LINKS), faults=faults, move_us_per_1k_tokens=1000
+    )
+    assert all(not it.error for it in watched.run.outcomes)
+    for it, asked in zip(watched.run.outcomes, arrivals, strict=True):
+        assert it.drawn == asked.output_tokens
 
 
 def test_the_same_requests_are_decided_the_same() -> None:
