@@ -9,7 +9,7 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -24,7 +24,7 @@ from csps.services.scheduling.decisions import (
     Trial,
 )
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
-from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
+from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.ring_rows import in_zigzag
@@ -153,23 +153,27 @@ class _Pair:
         placed: Placed,
         cost: CostView,
     ) -> StartPlan:
-        steps = [
-            self._step(request, chunk, parts, cost)
-            for chunk, parts in zip(chunks, shares, strict=True)
-        ]
+        steps = []
+        holding: dict[int, int] = {}
+        for chunk, parts in zip(chunks, shares, strict=True):
+            computing = zip(chunk.members, parts, strict=True)
+            # Who has no slots left takes part if it holds history.
+            used = {it: part for it, part in computing if part or it in holding}
+            steps.append(self._step(request, chunk, used, cost))
+            holding |= used
         self._decode.take(placed, request.output_tokens)
         decode = (DecodePlacement(request.id, placed.shares, placed.master),)
         return StartPlan(steps=tuple(steps), decode=decode)
 
     def _step(
-        self, request: RequestView, chunk: Chunk, parts: Sequence[int], cost: CostView
+        self, request: RequestView, chunk: Chunk, used: Mapping[int, int], cost: CostView
     ) -> PlannedStep:
-        used: list[tuple[Spot, int]] = [
-            (self._spots[member], part)
-            for member, part in zip(chunk.members, parts, strict=True)
-            if part
-        ]
-        group, tokens = [spot for spot, _ in used], [part for _, part in used]
+        """A step of a chunk.
+
+        Args:
+            used: tokens that each of its members computes.
+        """
+        group, tokens = [self._spots[it] for it in used], list(used.values())
         choice = cost.best(request.cls, self._prefill.shape(group), chunk.start, chunk.length)
         self._prefill.start_long(request, group, tokens, choice.time_ns)
         step = PlannedStep(

@@ -57,6 +57,18 @@ def test_instances_without_slots_make_a_group_larger() -> None:
     assert groups(plan) == [[0, 1, 2, 3]]
 
 
+def test_who_holds_history_takes_part_without_slots() -> None:
+    """Instance 0 is filled by the first chunk, which the second one reads there."""
+    busy = ((2000, 0),)
+    view = Picture(
+        [waiting(1, 10_000)],
+        [Busy(free=2000), Busy(), Busy(long=busy), Busy(long=busy)],
+    )
+    (plan,) = plans(view.ask(tetris()))
+    assert groups(plan) == [[0, 1], [0, 1, 2, 3]]
+    assert plan.steps[1].bounds[:2] == (0, 0)
+
+
 def test_who_finds_no_slots_blocks_those_behind() -> None:
     view = Picture([waiting(1, 1500), waiting(2, 10)], [Busy(free=300) for _ in range(4)])
     assert view.ask(tetris()) == [Blocked(request=1)]
