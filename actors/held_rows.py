@@ -18,9 +18,9 @@ class RequestSlots:
     """The slots of one request's KV in a pool, as its answer grows.
 
     Args:
-        layers: those that are going to be read; what they hold now is what will be seen of it.
+        layers: those that are going to be read.
+        seen: spans of positions, of which those that lie here have been written in all layers.
         answer: spans of positions whose slots `append` takes one after the other.
-        computed: positions that the stream itself has computed, which `pool.view` knows nothing of.
     """
 
     def __init__(
@@ -28,18 +28,13 @@ class RequestSlots:
         pool: KvPool,
         rid: int,
         layers: Iterable[int],
+        seen: Sequence[Span],
         answer: Sequence[Span] = (),
-        computed: Span | None = None,
     ) -> None:
         self._kept = {
             layer: pool.kept_blocks(layer, rid) for layer in layers if pool.narrowed(layer, rid)
         }
-        if computed is not None:
-            whole = [pool.runs(rid, computed)]
-        else:
-            whole = [pool.written_runs(layer, rid) for layer in layers if layer not in self._kept]
-        assert all(runs == whole[0] for runs in whole), f"layers of request {rid} differ"
-        self._prompt = whole[0] if whole else []
+        self._prompt = [run for span in seen for run in pool.runs(rid, span)]
         slots = (zip(it.positions, pool.slots(rid, it), strict=True) for it in answer)
         self._free = [slot for _, slot in sorted(chain.from_iterable(slots), reverse=True)]
         self._answer: list[range] = []

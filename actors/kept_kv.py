@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from csps.protocols.messages import Span
@@ -31,13 +30,6 @@ class KeptKv:
     def of(cls, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor) -> KeptKv:
         """Picked from the keys and values of all tokens."""
         return cls(kept_ht, k_thd.transpose(0, 1)[kept_ht], v_thd.transpose(0, 1)[kept_ht])
-
-    def within(self, tokens: slice) -> KeptKv:
-        """That of some of the tokens."""
-        chosen_ht = torch.zeros_like(self.kept_ht)
-        chosen_ht[:, tokens] = True
-        chosen_n = chosen_ht[self.kept_ht]
-        return KeptKv(self.kept_ht[:, tokens], self.k_nd[chosen_n], self.v_nd[chosen_n])
 
 
 class Block(NamedTuple):
@@ -84,15 +76,6 @@ class KeptSpan:
                 pool_shd[slots.start : slots.stop, heads].copy_(rows_htd.transpose(0, 1))
                 done += len(slots)
             begin = end
-
-    def read(self, pool_shd: Tensor) -> Tensor:
-        """What `write` was given."""
-        parts_nd = [pool_shd[:0, 0]]
-        for heads, count in self._equal_heads:
-            slots = _first(self.slots, count)
-            rows = [pool_shd[:0, heads], *(pool_shd[run.start : run.stop, heads] for run in slots)]
-            parts_nd.append(torch.cat(rows).transpose(0, 1).flatten(0, 1))
-        return torch.cat(parts_nd)
 
     @cached_property
     def _equal_heads(self) -> tuple[tuple[slice, int], ...]:

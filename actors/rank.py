@@ -58,9 +58,11 @@ from csps.protocols.messages import (
     CancelRequest,
     ConnectKv,
     JoinBatch,
+    Keep,
     PrefillJob,
     RankDescription,
     RankStats,
+    Release,
     Reserve,
 )
 from csps.protocols.rpc_server import Handler, Peer
@@ -260,6 +262,8 @@ class Rank:
             "reserve": self._reserve,
             "join": self._join,
             "cancel": self._cancel,
+            "keep": self._keep,
+            "release": self._release,
         }
 
     @property
@@ -354,7 +358,7 @@ class Rank:
     def _reserve(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
         self._require_decoding()
-        self.loop.stream.reservations.reserve(schema.unpack(Reserve, payload), self._owner)
+        self.loop.reserve(schema.unpack(Reserve, payload), self._owner)
 
     def _join(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)
@@ -373,6 +377,16 @@ class Rank:
         rid = schema.unpack(CancelRequest, payload).rid
         self.loop.cancel(rid)
         self._conduct(lambda conductor: conductor.cancel(rid))
+
+    def _keep(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        message = schema.unpack(Keep, payload)
+        self._conduct(lambda conductor: conductor.keep(message.rid, message.released))
+
+    def _release(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        message = schema.unpack(Release, payload)
+        self._conduct(lambda conductor: conductor.release(message.rid, message.spans))
 
     def _conduct(self, event: Callable[[Conductor], None]) -> None:
         """Tell the conductor, if this rank hosts it."""

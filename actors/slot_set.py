@@ -47,6 +47,13 @@ class SlotSet:
             for i in range(first, last)
         ]
 
+    def outside(self, run: range) -> list[range]:
+        """The part of `run` that is not in the set."""
+        inside = self.within(run)
+        starts = (run.start, *(part.stop for part in inside))
+        stops = (*(part.start for part in inside), run.stop)
+        return [range(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
+
     def fewest_runs(self, count: int, *, after: int | None) -> list[range]:
         """Parts of the set with `count` slots altogether, ascending; the set has that many.
 

@@ -22,6 +22,7 @@ from csps.protocols.log_entries import (
     Change,
     EndOwner,
     Entry,
+    Free,
     Iterate,
     Iterated,
     Op,
@@ -31,6 +32,7 @@ from csps.protocols.log_entries import (
     Run,
     Shutdown,
 )
+from csps.protocols.messages import Span
 
 __all__ = ["Conductor", "StepTask"]
 
@@ -189,6 +191,22 @@ class Conductor:
             if len(step.cancelled) == len(step.task.sequences):
                 self._abort(step)
         self._streams.forget(sequence)
+
+    def keep(self, sequence: int, released: tuple[Span, ...]) -> None:
+        """A sequence is over, as a row or as what was to become one, and of its KV these spans are
+        not kept."""
+        if self._closed:
+            return
+        self._streams.forget(sequence)
+        for stream in self._streams:
+            if stream.left:
+                self._change(stream)
+        self.release(sequence, released)
+
+    def release(self, sequence: int, spans: tuple[Span, ...]) -> None:
+        """Some KV of a sequence that is over is not kept any more."""
+        if not self._closed:
+            self._append(Free(sequence, spans), self._ranks)
 
     def end_owner(self, owner: int) -> None:
         """All that an owner has submitted is given up, and no more of it is taken. A step whose

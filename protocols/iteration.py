@@ -25,6 +25,8 @@ class RowState(NamedTuple):
     """No position from here on is computed: the last token is drawn and not embedded."""
     master: int = 0
     """The instance that computes them. Masters work side by side, each within the budget."""
+    first: int = 0
+    """The position that it begins at; of those before, there is KV already."""
 
 
 def fill(rows: Sequence[RowState], budget: int) -> list[int]:
@@ -43,8 +45,8 @@ def fill(rows: Sequence[RowState], budget: int) -> list[int]:
     left = dict.fromkeys((it.master for it in rows), budget)
     for row, length in zip(rows, lengths, strict=True):
         left[row.master] -= length
-    begun = [index for index, it in enumerate(rows) if 0 < it.next < it.prompt]
-    new = [index for index, it in enumerate(rows) if it.next == 0 < it.prompt]
+    begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
+    new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
     for index in (*begun, *new):
         row = rows[index]
         lengths[index] = max(0, min(row.prompt - row.next, left[row.master]))

@@ -12,6 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from csps.protocols.errors import ProtocolError
+from csps.protocols.messages import Span
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -72,7 +73,14 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """The last entry."""
 
 
-Op = Run | Iterate | Change | Abort | EndOwner | Shutdown
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Free some of the KV of a sequence that is over, and say how much is left of it."""
+
+    sequence: Count
+    spans: tuple[Span, ...]
+
+
+Op = Run | Iterate | Change | Abort | EndOwner | Shutdown | Free
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

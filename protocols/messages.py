@@ -25,7 +25,7 @@ from csps.protocols.errors import ConfigError
 
 TOKEN_BYTES = 4
 """Of an id in a message, little-endian."""
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Role = Literal["prefill", "decode", "elastic"]
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -132,6 +132,10 @@ class KvShare:
 
     instance: int
     span: Span
+    origin: int | None = None
+    """The sequence that has computed it, and under whose rid it lies there; None: this one. What
+    lies there already is read where it lies, neither computed again nor copied: whoever names it
+    holds its slots from then on to its own end, whatever becomes of the origin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,11 +229,18 @@ class PrefillPiece:
     """Which instance computes what, each position once, in the order of an instance's rows; empty
     cuts at the bounds of the job. Not every strategy takes such rows."""
     history: tuple[KvShare, ...] = ()
-    """Where the KV of earlier chunks lies, in any order; the slots are known to its holders."""
+    """Where the KV of all positions before the chunk lies, in any order; the slots are known to its
+    holders. What other sequences have computed (`KvShare.origin`) comes first of all positions."""
     placement: tuple[KvShare, ...] = ()
     """Who keeps the KV of this chunk; empty keeps it where it is computed."""
     destinations: tuple[KvShare, ...] = ()
-    """Decode instances to stream the chunk's KV to; empty keeps it here."""
+    """Decode instances to stream the chunk's KV to; empty keeps it here. The first chunk that the
+    sequence computes sends its history as well, which others have computed. Shares with an origin
+    are there already."""
+    stays: bool = False
+    """Its KV is not freed when all of it has landed, but lies here until `keep`, `release` or
+    `cancel`. Of all chunks of a sequence, or of none; a gang that decodes goes by
+    `Reserve.stays`."""
     last: bool = True
     """The prompt ends with this chunk: draw the first token."""
     sampling: Sampling = Sampling()
@@ -250,6 +261,11 @@ class PrefillPiece:
     def whole(self) -> bool:
         """The chunk is all of its prompt."""
         return self.start == 0 and self.last
+
+    @property
+    def begins(self) -> bool:
+        """It is the first one that the sequence computes."""
+        return all(it.origin is not None for it in self.history)
 
     @property
     def decoded(self) -> bool:
@@ -343,6 +359,39 @@ class CancelRequest:
     rid: int
 
 
+EVERYTHING: tuple[Span, ...] = (Span(0, 2**62),)
+"""All positions that a sequence has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """`keep`, to rank 0: a sequence that `stays` is over, and of its KV only this is kept under its
+    rid. Where it is a row it leaves. Each rank of the gang answers with `kept`, or `freed` if it
+    has nothing left of it; it may be told more than once."""
+
+    rid: int
+    spans: tuple[Span, ...] = EVERYTHING
+    """Of those the rank has some; no others than the sequence itself has computed."""
+
+    @property
+    def released(self) -> tuple[Span, ...]:
+        """All others."""
+        rest = EVERYTHING
+        for span in self.spans:
+            rest = tuple(part for it in rest for part in it.without(span))
+        return rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """`release`, to rank 0: free some of what was kept of a sequence, which is over. Answered as
+    `keep`. Slots that others hold meanwhile (`KvShare.origin`) come back with the last of them; who
+    counts on those that were told to be free releases nothing that somebody still reads."""
+
+    rid: int
+    spans: tuple[Span, ...] = EVERYTHING
+
+
 # --- to decode ranks -----------------------------------------------------------------------
 
 
@@ -354,7 +403,9 @@ class Reserve:
     rid: int
     epoch: str
     shares: tuple[KvShare, ...]
-    """The whole prompt's KV placement over the gang's instances."""
+    """The whole prompt's KV placement over the gang's instances. What has an origin lies there
+    already, and is the prompt's beginning; an instance that has no other share tells of none that
+    has landed."""
     master: int
     """Instance that embeds the request's tokens and draws the next one."""
     prompt_length: int
@@ -362,7 +413,8 @@ class Reserve:
     sampling: Sampling
     prompt: bytes = b""
     """Of a sequence that rides (`protocols.iteration`): all tokens to be computed, int32, only to
-    the ranks of its master. Empty: steps compute the prompt, and its KV is sent here."""
+    the ranks of its master; those before them, whose KV is here, may come as well. Empty: steps
+    compute the prompt, and its KV is sent here."""
     prompt_tokens: bytes = b""
     drawn: bytes = b""
     """As in `PrefillPiece`."""
@@ -371,7 +423,24 @@ class Reserve:
     turns. Empty: the master keeps it. Positions that the answer never has do not matter."""
     kept_only: bool = False
     """Layers may come without the tokens that they dropped (`CsaPlan.decode_kept_only`)."""
+    stays: bool = False
+    """Its KV is not freed when the answer ends, but lies here until `keep`, `release` or
+    `cancel`."""
     trace: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reused = [it.span for it in self.shares if it.origin is not None]
+        prefix = Span(0, self.reused)
+        once = not any(a.intersection(b).length for a, b in combinations(reused, 2))
+        if not once or not all(it.intersection(prefix) == it for it in reused):
+            raise ValueError(f"what request {self.rid} reuses is not its prompt's beginning")
+        if self.reused and self.kept_only:
+            raise ValueError(f"request {self.rid} reuses whole KV, and is to have some of its own")
+
+    @property
+    def reused(self) -> int:
+        """Positions before this one have KV here that others have computed."""
+        return sum(it.span.length for it in self.shares if it.origin is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,6 +597,15 @@ class SlotsFreed:
 
     rid: int
     rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvKept:
+    """`kept`: what the rank holds of a sequence after a `keep` or `release`, if anything."""
+
+    rid: int
+    rank: int
+    tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,8 @@ from csps.protocols.messages import (
     CancelRequest,
     ConnectKv,
     JoinBatch,
+    Keep,
+    KvKept,
     KvLanded,
     KvShare,
     LinkBroken,
@@ -33,6 +35,7 @@ from csps.protocols.messages import (
     PrefillJob,
     PrefillPiece,
     PrefillProgress,
+    Release,
     RequestFailed,
     Reserve,
     Role,
@@ -63,6 +66,7 @@ _MESSAGES: dict[str, type[Any]] = {
     "prefill_done": PrefillDone,
     "landed": KvLanded,
     "freed": SlotsFreed,
+    "kept": KvKept,
     "failed": RequestFailed,
     "link_broken": LinkBroken,
 }
@@ -114,6 +118,8 @@ class Cell:
         self.failures_expected = False
         self.generation = next(_generations)
         self.jobs: dict[int, PrefillJob] = {}
+        self._slots: list[tuple[GangClient, KvKept | SlotsFreed]] = []
+        """What ranks said of the slots of sequences that are over, with their gangs."""
         self._news = asyncio.Event()
         self._job_ids = itertools.count(1)
 
@@ -127,6 +133,8 @@ class Cell:
         return gang
 
     def _hear(self, gang: GangClient, rank: int, method: str, payload: Any) -> None:
+        if method in ("freed", "kept"):
+            self._slots.append((gang, schema.unpack(_MESSAGES[method], payload)))
         self.notified(method, payload)
 
     async def connect(self) -> None:
@@ -238,8 +246,9 @@ class Cell:
     async def join(self, request: Request) -> None:
         """Decode a request as soon as its KV has landed, unless its first token was the last."""
         holders = {share.instance for share in request.shares}
+        landing = {share.instance for share in request.shares if share.origin is None}
         if request.piece().decoded:
-            await self.told(len(holders) * self.decode.tp, KvLanded, rid=request.rid)
+            await self.told(len(landing) * self.decode.tp, KvLanded, rid=request.rid)
         await self.until(lambda: self.tokens(request.rid))
         if self.finished(request.rid):
             self.decode.notify_all("cancel", schema.pack(CancelRequest(rid=request.rid)))
@@ -256,6 +265,19 @@ class Cell:
         """Withdraw a request everywhere."""
         for gang in (self.prefill, self.decode):
             gang.notify_all("cancel", schema.pack(CancelRequest(rid=rid)))
+
+    async def keep(self, gang: GangClient, message: Keep | Release) -> int:
+        """Say what of a sequence a gang keeps; returns how many tokens its ranks have then."""
+        before = len(self._held(gang, message.rid))
+        method = "keep" if isinstance(message, Keep) else "release"
+        gang.notify(0, method, schema.pack(message))
+        await self.until(lambda: len(self._held(gang, message.rid)) >= before + gang.world_size)
+        told = self._held(gang, message.rid)[before:]
+        assert sorted(it.rank for it in told) == list(range(gang.world_size))
+        return sum(it.tokens for it in told if isinstance(it, KvKept))
+
+    def _held(self, gang: GangClient, rid: int) -> list[KvKept | SlotsFreed]:
+        return [it for whose, it in self._slots if whose is gang and it.rid == rid]
 
     async def answer(self, *requests: Request) -> list[list[int]]:
         """Join requests whose prefill is under way and wait for their last tokens."""
@@ -280,9 +302,9 @@ class Cell:
             await self.until(partial(self._freed_everywhere, rid))
 
     def _freed_everywhere(self, rid: int) -> bool:
-        return {it.rank for it in self.about(SlotsFreed, rid=rid)} == {
-            it.rank for it in self.decode.descriptions
-        }
+        told = self._held(self.decode, rid)
+        freed = {it.rank for it in told if isinstance(it, SlotsFreed)}
+        return freed == set(range(self.decode.world_size))
 
     async def used_slots(self) -> set[int]:
         """Numbers of slots in use on the ranks."""
@@ -312,6 +334,7 @@ class Request:
     """Who keeps the answer's KV; empty: its master."""
     drawn: tuple[int, ...] = ()
     """The last tokens of `prompt`, if an earlier attempt has drawn them."""
+    stays: bool = False
 
     def reserve(self, epoch: str) -> Reserve:
         """The message to every decode rank."""
@@ -326,6 +349,7 @@ class Request:
             drawn=np.array(self.drawn, "<i4").tobytes(),
             answer=self.answer,
             kept_only=self.kept_only,
+            stays=self.stays,
         )
 
     def piece(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillPiece:
@@ -337,6 +361,7 @@ class Request:
             length=stop - start,
             last=stop == len(self.prompt),
             destinations=self.shares,
+            stays=self.stays,
             sampling=self.sampling,
             prompt_tokens=self._asked.astype("<i4").tobytes(),
             drawn=np.array(self.drawn, "<i4").tobytes(),

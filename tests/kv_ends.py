@@ -158,6 +158,7 @@ class Receiver:
             dtype=torch.float32,
             device="cpu",
         )
+        self.pool.k.fill_(torch.nan)  # what is written shows
         self.heads = heads
         self.reports: SimpleQueue[Any] = SimpleQueue()
         if self.spans:

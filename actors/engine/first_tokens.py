@@ -12,6 +12,7 @@ from torch import Tensor
 
 from csps.actors.announce import token_drawn
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.moves import stored_of
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.mesh import Tag
 from csps.actors.sampler_request import drawn_before, sampler_of
@@ -21,7 +22,7 @@ from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError
-from csps.protocols.messages import PrefillPiece, TokenDrawn
+from csps.protocols.messages import PrefillPiece, Span, TokenDrawn
 
 Fail = Callable[[int, CspsError], None]
 """(sequence, why it cannot go on)"""
@@ -61,12 +62,14 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseK
     routes, pieces = _last_row_routes(group)
 
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
-        rids = [group.job.pieces[index].rid for index in pieces[peer]]
-        held = [RequestSlots(engine.pool, rid, [last_layer]) for rid in rids]
+        asked = [group.job.pieces[index] for index in pieces[peer]]
+        held = [
+            RequestSlots(engine.pool, it.rid, [last_layer], _written(group, it)) for it in asked
+        ]
         out_rhd, lse_rh = engine.attend_rows(last_layer, q_rhd, HeldRows(held))
-        for row, rid in enumerate(rids):
-            if rid in loose:
-                seen = _all_seen(engine, q_rhd[row : row + 1], *loose[rid])
+        for row, piece in enumerate(asked):
+            if piece.rid in loose:
+                seen = _all_seen(engine, q_rhd[row : row + 1], *loose[piece.rid])
                 merge_into(out_rhd[row : row + 1], lse_rh[row, :, None], *seen)
         return out_rhd, lse_rh
 
@@ -77,6 +80,13 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseK
         partial=partial,
         tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
     )
+
+
+def _written(group: SpGroup, piece: PrefillPiece) -> list[Span]:
+    """What this member has of a piece's KV in its pool. Slots for what comes from others are there
+    as well, and are not written yet."""
+    stored = [it.span for it in stored_of(group) if it.piece is piece]
+    return [*group.history_of(piece, group.member), *stored]
 
 
 def _all_seen(engine: Engine, q_rhd: Tensor, k_nhd: Tensor, v_nhd: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,10 +100,7 @@ def _attend(
 def _tokens(batch: Batch) -> Tensor:
     """(r,) int64, of own rows."""
     decoding = torch.tensor([row.token for row in batch.decoding], dtype=torch.int64)
-    pieces = [
-        torch.from_numpy(it.row.tokens[it.span.start : it.span.stop].astype(np.int64))
-        for it in batch.pieces
-    ]
+    pieces = [torch.from_numpy(it.row.tokens(it.span).astype(np.int64)) for it in batch.pieces]
     return torch.cat([decoding, *pieces]) if pieces else decoding
 
 

@@ -30,16 +30,18 @@ from csps.actors.engine.step_desk import StepDesk
 from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.engine.stream import Stream
+from csps.actors.kv_pool import NotHeld
 from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.actors.progress_report import ProgressReport
-from csps.protocols.errors import ConfigError, TransferError
+from csps.protocols.errors import CspsError, TransferError
 from csps.protocols.log_entries import (
     Abort,
     Change,
     EndOwner,
     Entry,
+    Free,
     Iterate,
     Iterated,
     Prepared,
@@ -47,9 +49,7 @@ from csps.protocols.log_entries import (
     Run,
     Shutdown,
 )
-from csps.protocols.messages import (
-    PrefillJob,
-)
+from csps.protocols.messages import PrefillJob, Reserve, Span
 
 _log = logging.getLogger(__name__)
 
@@ -97,18 +97,26 @@ class EngineLoop:
     # --- called from the RPC thread --------------------------------------------------------
 
     def submit(self, job: PrefillJob, owner: int) -> None:
-        """Put a step in line, if this rank is a member of its group.
+        """Put a step in line, if this rank is a member of its group. If some history is not here,
+        its sequences fail, and the step never begins.
 
         Args:
             owner: the router's attachment, at whose end nobody wants it any more.
         """
         if self._engine.instance not in job.group:
             return
+        if self._in_place:
+            job = kept_in_place(job)
         reserved: frozenset[int] = frozenset()
         with self._changing:
             self._kv.enter(job)
+            try:
+                self._share_history(job)
+            except NotHeld as error:
+                self._free(self._kv.settle(job, cancelled=True))
+                self.refuse(job, error)
+                return
             if self._in_place:
-                job = kept_in_place(job)
                 reserved = self._reserved(job)
         run = StepRun(
             self._engine,
@@ -120,6 +128,19 @@ class EngineLoop:
         if not self._desk.add(run, owner):
             self._give_up(run)
 
+    def _share_history(self, job: PrefillJob) -> None:
+        """Hold what others have computed here of the pieces' history, whatever becomes of them."""
+        for piece in job.pieces:
+            for share in piece.history:
+                if share.origin is not None and share.instance == self._engine.instance:
+                    self._engine.pool.share(piece.rid, share.origin, share.span)
+
+    def reserve(self, request: Reserve, owner: int) -> None:
+        """Set slots aside for a sequence that this gang decodes; see `Reservations.reserve`."""
+        self.stream.reservations.reserve(request, owner)
+        if request.stays:
+            self._kv.stay(request.rid)
+
     def _reserved(self, job: PrefillJob) -> frozenset[int]:
         """Sequences of a step that have slots in the stream's name."""
         find = self.stream.reservations.find
@@ -129,7 +150,7 @@ class EngineLoop:
                 self._kv.cancel(piece.rid)  # the stream has let go of it already
         return reserved
 
-    def refuse(self, job: PrefillJob, error: ConfigError) -> None:
+    def refuse(self, job: PrefillJob, error: CspsError) -> None:
         """Tell the router that a step does not get in line; its group has nothing to do with it."""
         if self._engine.instance not in job.group:
             return
@@ -142,6 +163,7 @@ class EngineLoop:
         goes when the log says so. Harmless for an unknown one."""
         if self._sender is not None:
             self._sender.withdraw(rid)
+        self._kv.unkeep(rid)
         if self.stream.reservations.find(rid) is None and self._kv.cancel(rid):
             self._free([rid])
 
@@ -189,6 +211,8 @@ class EngineLoop:
                 self._abort(step)
             case EndOwner(owner):
                 self._end_owner(owner)
+            case Free(sequence, spans):
+                self._release(sequence, spans)
             case Shutdown():
                 raise _Ended
 
@@ -300,14 +324,36 @@ class EngineLoop:
         if failure is not None:
             self._reports.lost(run.job, failure)
         self._leaving.discard(run)
-        self._free(self._kv.settle(run.job, cancelled=run.cancelled))
+        self._settle(run.job, cancelled=run.cancelled)
         self._reports.done(run.job, run)
 
     def _give_up(self, run: StepRun) -> None:
         """A step that never began."""
         run.give_back()
-        self._free(self._kv.settle(run.job, cancelled=True))
+        self._settle(run.job, cancelled=True)
         self._reports.done(run.job, None)
+
+    def _settle(self, job: PrefillJob, *, cancelled: bool) -> None:
+        """A step is over here."""
+        self._free(self._kv.settle(job, cancelled=cancelled))
+        for piece in job.pieces:
+            if piece.stays and piece.last and self._kv.stays(piece.rid):
+                self._engine.pool.drop_shared(piece.rid)
+            if due := self._kv.due(piece.rid):
+                self._release(piece.rid, due)
+
+    def _release(self, rid: int, spans: tuple[Span, ...]) -> None:
+        """Free some of what is kept of a sequence that is over, or will be with its last step."""
+        if not self._kv.release(rid, spans):
+            return
+        pool = self._engine.pool
+        if self.stream.reservations.find(rid) is None:
+            for span in spans:
+                pool.free_span(rid, span)
+        if not (left := pool.tokens(rid)):
+            self._kv.gone(rid)
+        self._desk.slots_came_back()
+        self._reports.held(rid, left)
 
     def _free(self, rids: Iterable[int]) -> None:
         for rid in rids:
@@ -322,6 +368,8 @@ class EngineLoop:
             self._engine.pool.free_request(rid)
             self._desk.slots_came_back()
             self._reports.freed(rid)
+        elif self._kv.stays(rid):
+            self._engine.pool.drop_shared(rid)
 
     def _acknowledge(self, step: int) -> None:
         self._log.report(Prepared(self._engine.rank, step))

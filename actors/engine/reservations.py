@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from csps.actors.announce import Notify
 from csps.actors.engine.engine import Engine
@@ -44,6 +45,7 @@ class Reservations:
 
         Raises:
             OutOfSlots: the pool is too full; nothing was reserved.
+            NotHeld: what it is to reuse is not here; nothing was reserved.
             Cancelled: the sequence has been cancelled already, or its owner is gone.
             InvalidRequest: the sampling parameters do not fit the model.
             ProtocolError: nobody is to keep some of the answer, or it is reserved already.
@@ -54,7 +56,7 @@ class Reservations:
             raise ProtocolError(
                 f"request {request.rid} has positions of its answer without a keeper"
             )
-        spans = shares_of(request.shares, engine.instance)
+        spans = shares_of([it for it in request.shares if it.origin is None], engine.instance)
         answers = shares_of(answer_of(request), engine.instance)
         # Made here and not when the row joins: bad parameters are refused now, and what long lists
         # cost does not delay the stream.
@@ -62,7 +64,7 @@ class Reservations:
         sampler = sampler_of(request, engine.spec.vocab) if masters else None
         with self._changing:
             self._refuse_unwanted(request.rid, owner)
-            engine.pool.allocate(request.rid, [*spans, *answers])
+            self._take(request, [*spans, *answers])
             if sampler is not None:
                 self._samplers[request.rid] = sampler
             self._reservations[request.rid] = Reservation(
@@ -72,6 +74,18 @@ class Reservations:
                 layers=engine.spec.layers,
                 owner=owner,
             )
+
+    def _take(self, request: Reserve, spans: Sequence[Span]) -> None:
+        """Slots for spans, and those of what others have computed: all or none."""
+        pool, rid = self._engine.pool, request.rid
+        try:
+            for share in request.shares:
+                if share.origin is not None and share.instance == self._engine.instance:
+                    pool.share(rid, share.origin, share.span)
+            pool.allocate(rid, spans)
+        except FaultError:
+            pool.free_request(rid)
+            raise
 
     def _refuse_unwanted(self, rid: int, owner: int) -> None:
         if rid in self._left or owner in self._ended:

@@ -6,7 +6,7 @@ A row that decodes computes one token an iteration, one that rides a piece of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -56,17 +56,25 @@ class Row:
     @property
     def state(self) -> RowState:
         """How far it is."""
-        return RowState(self.next, self.prompt, last_position(self.request), self.request.master)
+        request = self.request
+        return RowState(
+            next=self.next,
+            prompt=self.prompt,
+            stop=last_position(request),
+            master=request.master,
+            first=request.reused,
+        )
 
     @property
     def decodes(self) -> bool:
         """Its prompt is computed."""
         return self.next >= self.prompt
 
-    @property
-    def tokens(self) -> NDArray[np.int32]:
-        """Of the prompt, at the master of a row that rides."""
-        return np.frombuffer(self.request.prompt, dtype="<i4")
+    def tokens(self, span: Span) -> NDArray[np.int32]:
+        """Of positions that a row that rides computes, at its master."""
+        given = np.frombuffer(self.request.prompt, dtype="<i4")
+        first = self.prompt - len(given)
+        return given[span.start - first : span.stop - first]
 
     @cached_property
     def answer(self) -> tuple[KvShare, ...]:
@@ -113,5 +121,5 @@ def answer_of(request: Reserve) -> tuple[KvShare, ...]:
 
 
 def _within(shares: Sequence[KvShare], span: Span) -> list[KvShare]:
-    cuts = [KvShare(instance=it.instance, span=span.intersection(it.span)) for it in shares]
+    cuts = [replace(it, span=span.intersection(it.span)) for it in shares]
     return [cut for cut in cuts if cut.span.length]

@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from csps.actors.announce import Notify, request_failed
 from csps.actors.engine.step_run import StepRun
 from csps.protocols.errors import CspsError, TransferError
-from csps.protocols.messages import PrefillDone, PrefillJob, SlotsFreed, TokenDrawn, Tokens
+from csps.protocols.messages import (
+    KvKept,
+    PrefillDone,
+    PrefillJob,
+    SlotsFreed,
+    TokenDrawn,
+    Tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +46,13 @@ class StepReports:
     def freed(self, rid: int) -> None:
         """Nothing of a sequence is held here any more."""
         self._notify("freed", SlotsFreed(rid=rid, rank=self._rank))
+
+    def held(self, rid: int, tokens: int) -> None:
+        """How much is left here of a sequence that is over."""
+        if tokens:
+            self._notify("kept", KvKept(rid=rid, rank=self._rank, tokens=tokens))
+        else:
+            self.freed(rid)
 
     def done(self, job: PrefillJob, run: StepRun | None) -> None:
         """A step is over here.

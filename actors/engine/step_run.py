@@ -33,7 +33,7 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.log_entries import Run
-from csps.protocols.messages import PrefillJob, Span
+from csps.protocols.messages import PrefillJob, PrefillPiece, Span
 from csps.protocols.placement import rest_of
 
 NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
@@ -163,6 +163,7 @@ class StepRun:
             # Inside of both: a step that is stopped is no failure, and what it cost is told as
             # well. Its members stop at the same layer, so that exchanges under way end.
             try:
+                self._send_history(send)
                 self._layers(entered, send, draw)
             except _Aborted:
                 self.cancelled = True
@@ -170,6 +171,20 @@ class StepRun:
         self._mover.finish()
         self._mover.release_sources()
         self.clock.finished = time.monotonic()
+
+    def _send_history(self, send: SendKv) -> None:
+        """What others have computed of a prompt that this step begins leaves with it."""
+        for piece in self.job.pieces:
+            if not (piece.begins and self._leaves(piece)):
+                continue
+            for span in self.group.history_of(piece, self.group.member):
+                part = LocalPiece(piece, span, slice(0, 0))
+                for layer in range(self._engine.spec.layers):
+                    send(layer, part, None)
+
+    def _leaves(self, piece: PrefillPiece) -> bool:
+        """Whether a piece's KV is sent."""
+        return bool(piece.destinations) and piece.decoded and self.group.wanted(piece)
 
     def _layers(
         self,
@@ -260,7 +275,7 @@ class StepRun:
             k, v = k_thd[part.rows], v_thd[part.rows]
             piece = part.piece
             self._engine.pool.write(index, piece.rid, part.span, k, v)
-            if piece.destinations and piece.decoded and self.group.wanted(piece):
+            if self._leaves(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
         self._mover.start(index, k_thd, v_thd, partial(offered, index))

@@ -96,7 +96,7 @@ class Stream:
         row = Row(
             reservation=reservation,
             index=drawn_before(request.drawn),
-            next=0,
+            next=request.reused,
             token=0,
             sampler=sampler,
         )
@@ -108,7 +108,7 @@ class Stream:
         reservation.joined(self._engine.rank)
         self._rows.append(row)
 
-    def _slots(self, request: Reserve, computed: Span | None = None) -> RequestSlots | None:
+    def _slots(self, request: Reserve) -> RequestSlots | None:
         """Where the KV of a row that decodes lies here: all of its prompt's has landed, or was
         computed by the stream."""
         answer = shares_of(answer_of(request), self._engine.instance)
@@ -117,8 +117,8 @@ class Stream:
         masters = request.master == self._engine.instance
         if not masters and not any(span.length for span in (*answer, *spans)):
             return None
-        layers = range(self._engine.spec.layers)
-        return RequestSlots(self._engine.pool, request.rid, layers, answer, computed)
+        layers, prompt = range(self._engine.spec.layers), Span(0, request.prompt_length)
+        return RequestSlots(self._engine.pool, request.rid, layers, [prompt], answer)
 
     def _leave(self, rid: int) -> None:
         self._rows = [row for row in self._rows if row.rid != rid]
@@ -175,4 +175,4 @@ class Stream:
         if length and row.decodes:
             row.index += 1
             if rode:
-                row.slots = self._slots(row.request, Span(start=0, stop=row.prompt))
+                row.slots = self._slots(row.request)

@@ -18,7 +18,7 @@ def destinations_of(
     decode = connection.decode
     for share in part.piece.destinations:
         span = share.span.intersection(part.span)
-        if not span.length:
+        if not span.length or share.origin is not None:
             continue
         for receiver in decode.ranks_of(share.instance):
             wanted = kv_head_range(spec, decode.tp_rank_of(receiver), decode.tp)

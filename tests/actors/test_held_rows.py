@@ -57,7 +57,8 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
         pool.allocate(rid, [Span(start=0, stop=length), Span(start=length, stop=length + 3)])
         write(pool, rid, 0, length)
         answer = Span(start=length, stop=length + 3)
-        requests.append(RequestSlots(pool, rid, range(LAYERS), [answer]))
+        prompt = Span(start=0, stop=length)
+        requests.append(RequestSlots(pool, rid, range(LAYERS), [prompt], [answer]))
     held = HeldRows(requests)
     expected = [[float(token) for token in range(length)] for length in prompts]
     assert read(pool, held, 0) == read(pool, held, 1) == expected
@@ -79,14 +80,6 @@ def test_a_prompt_and_its_answer_in_one_place_are_one_run() -> None:
     pool = make_pool()
     pool.allocate(1, [Span(start=0, stop=6)])
     write(pool, 1, 0, 4)
-    slots = RequestSlots(pool, 1, range(LAYERS), [Span(start=4, stop=6)])
+    slots = RequestSlots(pool, 1, range(LAYERS), [Span(0, 4)], [Span(start=4, stop=6)])
     assert [slots.append(), slots.append()] == [4, 5]
     assert HeldRows([slots]).runs(0).runs == [(0, 0, 6)]
-
-
-def test_layers_that_differ_are_not_read() -> None:
-    pool = make_pool()
-    pool.allocate(1, [Span(start=0, stop=2)])
-    pool.write(0, 1, Span(start=0, stop=2), *torch.zeros(2, 2, 1, 1))
-    with pytest.raises(AssertionError, match="layers of request 1 differ"):
-        RequestSlots(pool, 1, range(LAYERS))

@@ -18,7 +18,7 @@ from torch import Tensor
 from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kept_kv import KeptKv
-from csps.actors.kv_pool import KvPool
+from csps.actors.kv_pool import KvPool, NotHeld
 from csps.protocols.messages import Span
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
@@ -129,7 +129,7 @@ def attended(pool: KvPool, q_hd: Tensor, slots: RequestSlots | None = None) -> T
         layout=nothing,
         device=torch.device("cpu"),
     )
-    held = HeldRows([slots or RequestSlots(pool, RID, [1])])
+    held = HeldRows([slots or RequestSlots(pool, RID, [1], [])])
     return engine.attend_rows(1, q_hd[None], held)[0][0].double()
 
 
@@ -151,7 +151,8 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     pool = make_pool()
     fill(pool, prompt, order)
     k_thd, v_thd = torch.randn(2, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    slots = RequestSlots(pool, RID, [1], [span(prompt.tokens, prompt.tokens + 2)])
+    answer = span(prompt.tokens, prompt.tokens + 2)
+    slots = RequestSlots(pool, RID, [1], [span(0, prompt.tokens)], [answer])
     for row in range(2):
         own = slice(row, row + 1)
         pool.write_slots(1, torch.tensor([slots.append()]), k_thd[own], v_thd[own])
@@ -164,39 +165,17 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     torch.testing.assert_close(attended(pool, QUERY, slots), expected, rtol=0, atol=1e-12)
 
 
-@given(
-    prompt=prompts(),
-    order=st.randoms(use_true_random=False),
-    ends=st.tuples(st.integers(0, 20), st.integers(0, 20)).map(sorted),
-    step=st.integers(1, 3),
-)
-def test_kept_tokens_can_move_to_another_pool(
-    prompt: Prompt, order: Any, ends: list[int], step: int
-) -> None:
-    """Any span of them; what goes and what stays is attended to as before."""
-    here, there = make_pool(), make_pool()
-    fill(here, prompt, order)
-    moved = Span(min(ends[0], prompt.tokens), min(ends[1], prompt.tokens), step)
-    there.allocate(RID, [moved])
-    for it in here.kept(1, RID, moved):
-        there.write_kept(1, RID, it.span, it.kept, heads=it.heads)
-    assert here.free_span(RID, moved) == moved.length
-    for pool, tokens in ((here, _without(prompt, moved)), (there, _within(prompt, moved))):
-        pool.check_integrity()
-        expected = prompt.dense(QUERY, prompt.kept_ht & tokens).nan_to_num(0.0)
-        torch.testing.assert_close(attended(pool, QUERY), expected, rtol=0, atol=1e-12)
-    for pool in (here, there):
-        pool.free_request(RID)
-        pool.check_integrity()
-        assert pool.used == 0
+def test_a_request_with_kept_tokens_goes_as_a_whole() -> None:
+    """Those of each head have moved up in its slots."""
+    pool = filled()
+    assert pool.free_span(RID, span(1, 2)) == 4
+    assert pool.used == 0
+    pool.check_integrity()
 
 
-def _within(prompt: Prompt, moved: Span) -> Tensor:
-    return torch.isin(torch.arange(prompt.tokens), torch.tensor(moved.positions, dtype=torch.int64))
-
-
-def _without(prompt: Prompt, moved: Span) -> Tensor:
-    return ~_within(prompt, moved)
+def test_kept_tokens_are_not_shared() -> None:
+    with pytest.raises(NotHeld):
+        filled().share(RID + 1, RID, span(0, 2))
 
 
 # --- layers apart ----------------------------------------------------------------------------
@@ -216,13 +195,12 @@ def filled() -> KvPool:
 def test_a_layer_that_drops_nothing_is_read_as_ever() -> None:
     pool = filled()
     assert (pool.narrowed(0, RID), pool.narrowed(1, RID)) == (False, True)
-    assert len(pool.view(0, RID)) == 1
+    slots = RequestSlots(pool, RID, range(2), [span(0, 4)])
+    assert (slots.runs(0), slots.runs(1)) == ([range(4)], [])
 
 
-def test_what_is_not_complete_is_not_read_as_if_it_were() -> None:
+def test_what_is_not_complete_is_not_written_as_if_it_were() -> None:
     pool = filled()
-    with pytest.raises(AssertionError, match="kept tokens only"):
-        pool.view(1, RID)
     with pytest.raises(AssertionError, match="kept tokens only"):
         pool.write(1, RID, span(0, 4), *torch.zeros(2, 4, KV_HEADS, HEAD_DIM))
 
@@ -235,16 +213,8 @@ def test_equal_heads_of_neighbouring_slots_are_one_slice_without_a_copy() -> Non
     assert (block.k_thd == 7.0).all()
 
 
-def test_integrity_check_names_slots_that_are_written_in_both_ways() -> None:
-    pool = filled()
-    pool._written[1].add(pool.runs(RID)[0])
-    with pytest.raises(AssertionError, match="of request 1 in layer 1 are written in both ways"):
-        pool.check_integrity()
-
-
 def test_the_next_owner_of_the_slots_sees_nothing() -> None:
     pool = filled()
     pool.free_request(RID)
     pool.allocate(RID, [span(0, 4)])
     assert not pool.narrowed(1, RID)
-    assert pool.view(1, RID) == []

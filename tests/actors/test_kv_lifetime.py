@@ -13,10 +13,12 @@ from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
 AWAY = (KvShare(instance=0, span=Span(start=0, stop=1)),)
 
 
-def job(job_id: int, *rids: int, last: bool = True, sent: bool = True) -> PrefillJob:
+def job(
+    job_id: int, *rids: int, last: bool = True, sent: bool = True, stays: bool = False
+) -> PrefillJob:
     destinations = AWAY if sent else ()
     pieces = tuple(
-        PrefillPiece(rid=rid, start=0, length=1, last=last, destinations=destinations)
+        PrefillPiece(rid=rid, start=0, length=1, last=last, destinations=destinations, stays=stays)
         for rid in rids
     )
     return PrefillJob(job_id=job_id, group=(0,), bounds=(0, len(rids)), pieces=pieces)
@@ -94,6 +96,59 @@ def test_a_sequence_that_the_stream_leaves_after_its_last_step_goes_at_once() ->
     assert book.leave(7)
     assert not book.left(7)
     assert book.cancel_all() == set()
+
+
+def test_what_stays_goes_when_it_is_cancelled() -> None:
+    book, it = KvLifetime(), job(1, 7, stays=True)
+    book.enter(it)
+    assert not book.stays(7)
+    assert book.settle(it, cancelled=False) == []
+    assert book.stays(7)
+    book.unkeep(7)
+    assert not book.stays(7)
+    assert book.cancel(7)
+
+
+def test_what_stays_and_is_given_up_goes_with_its_step() -> None:
+    book, it = KvLifetime(), job(1, 7, 8, stays=True)
+    book.enter(it)
+    book.unkeep(7)
+    assert not book.cancel(7)
+    assert book.settle(it, cancelled=False) == [7]
+    assert book.stays(8)
+    assert book.cancel_all() == {8}
+
+
+def test_what_the_stream_leaves_and_is_kept_stays() -> None:
+    book = KvLifetime()
+    book.stay(7)
+    assert not book.leave(7)
+    assert book.stays(7)
+    assert book.release(7, (Span(0, 1),))
+    book.gone(7)
+    assert book.leave(7), "nothing of it is known any more"
+
+
+def test_what_leaves_with_a_step_in_line_was_given_up() -> None:
+    """The log may say so before the router does."""
+    book, it = KvLifetime(), job(1, 7)
+    book.stay(7)
+    book.enter(it)
+    assert not book.leave(7)
+    book.unkeep(7)
+    assert not book.cancel(7)
+    assert book.settle(it, cancelled=True) == [7]
+    assert book.left(7)
+
+
+def test_what_is_released_too_early_goes_after_the_last_step() -> None:
+    book, it = KvLifetime(), job(1, 7, stays=True)
+    book.enter(it)
+    assert not book.release(7, (Span(0, 1),))
+    assert book.due(7) == ()
+    assert book.settle(it, cancelled=False) == []
+    assert book.due(7) == (Span(0, 1),)
+    assert book.due(7) == ()
 
 
 class Lifetimes(RuleBasedStateMachine):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 from torch import Tensor
 
-from csps.actors.kv_pool import KvPool, KvRun, OutOfSlots, PinnedSpan
+from csps.actors.kv_pool import KvPool, NotHeld, OutOfSlots, PinnedSpan
 from csps.protocols.errors import from_wire, to_wire
 from csps.protocols.messages import Span
 
@@ -44,17 +46,15 @@ def rows_of(values: list[float]) -> tuple[Tensor, Tensor]:
     return k_thd, -k_thd
 
 
-def contents(runs: list[KvRun]) -> dict[int, float]:
-    """Position → value of what a view shows; every element of a row must agree."""
+def contents(pool: KvPool, layer: int, rid: int, positions: Iterable[int]) -> dict[int, float]:
+    """Position → value of what a request has; every element of a row must agree."""
     seen: dict[int, float] = {}
-    for run in runs:
-        value = run.k_thd[:, :1, :1]
-        assert (run.k_thd == value).all()
-        assert (run.v_thd == -value).all()
-        assert (run.positions.diff() > 0).all()
-        for position, number in zip(run.positions.tolist(), value.flatten().tolist(), strict=True):
-            assert position not in seen
-            seen[position] = number
+    for position in positions:
+        k_thd, v_thd = pool.read(layer, rid, span(position, position + 1))
+        value = float(k_thd[0, 0, 0])
+        assert (k_thd == value).all()
+        assert (v_thd == -value).all()
+        seen[position] = value
     return seen
 
 
@@ -69,19 +69,16 @@ def test_prompt_and_answer_of_one_call_are_one_slice() -> None:
     pool = make_pool(100)
     pool.allocate(1, [span(0, 30)])
     pool.allocate(2, [span(0, 20), span(20, 40)])
-    pool.write(0, 2, span(0, 20), *rows_of([1.0] * 20))
-    pool.write(0, 2, span(20, 21), *rows_of([2.0]))
-    (run,) = pool.view(0, 2)
-    assert run.positions.tolist() == list(range(21))
+    assert pool.runs(2) == [range(30, 70)]
+    assert pool.runs(2, span(0, 21)) == [range(30, 51)]
 
 
-def test_views_share_memory_with_the_pool() -> None:
+def test_neighbours_are_read_where_they_lie() -> None:
     pool = make_pool(8)
     pool.allocate(1, [span(0, 3)])
-    pool.write(0, 1, span(0, 3), *rows_of([1.0, 2.0, 3.0]))
-    (run,) = pool.view(0, 1)
+    k_thd, _ = pool.read(0, 1, span(0, 3))
     pool.k.fill_(7.0)
-    assert (run.k_thd == 7.0).all()
+    assert (k_thd == 7.0).all()
 
 
 def test_request_grows_next_to_what_it_has() -> None:
@@ -114,8 +111,8 @@ def test_fragmented_pool_is_filled_to_the_last_slot() -> None:
     pool.allocate(99, [span(0, 5)])
     assert pool.free == 0
     pool.write(0, 99, span(0, 5), *rows_of([0.0, 1.0, 2.0, 3.0, 4.0]))
-    assert len(pool.view(0, 99)) == 5
-    assert contents(pool.view(0, 99)) == {i: float(i) for i in range(5)}
+    assert len(pool.runs(99)) == 5
+    assert contents(pool, 0, 99, range(5)) == {i: float(i) for i in range(5)}
     pool.check_integrity()
 
 
@@ -132,12 +129,9 @@ def test_freed_neighbours_coalesce() -> None:
 def test_tokens_of_a_striped_request_are_one_slice_with_gaps_in_its_positions() -> None:
     pool = make_pool(16)
     pool.allocate(1, [span(position, position + 1) for position in range(0, 24, 3)])
-    for position in range(0, 24, 3):
-        pool.write(0, 1, span(position, position + 1), *rows_of([float(position)]))
-    (run,) = pool.view(0, 1)
-    assert run.positions.tolist() == list(range(0, 24, 3))
-    (run,) = pool.view(0, 1, span(0, 13))
-    assert run.positions.tolist() == [0, 3, 6, 9, 12]
+    assert pool.runs(1) == [range(8)]
+    assert pool.runs(1, span(0, 13)) == [range(5)]
+    assert pool.slots(1, Span(3, 22, 6)) == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("between", [0, 2])
@@ -148,45 +142,20 @@ def test_span_over_interleaved_runs_is_written_row_by_row(between: int) -> None:
     pool.allocate(1, [span(position, position + 1) for position in range(1, 10, 2)])
     values = [float(position * position) for position in range(10)]
     pool.write(0, 1, span(0, 10), *rows_of(values))
-    assert contents(pool.view(0, 1)) == dict(enumerate(values))
-    assert contents(pool.view(0, 1, span(3, 8))) == {i: values[i] for i in range(3, 8)}
-
-
-# --- what is visible -------------------------------------------------------------------------
-
-
-def test_only_what_was_written_in_the_layer_is_visible() -> None:
-    pool = make_pool(16, layers=2)
-    pool.allocate(1, [span(0, 8)])
-    assert pool.view(0, 1) == []
-    pool.write(0, 1, span(2, 5), *rows_of([2.0, 3.0, 4.0]))
-    assert contents(pool.view(0, 1)) == {2: 2.0, 3: 3.0, 4: 4.0}
-    assert contents(pool.view(0, 1, span(0, 4))) == {2: 2.0, 3: 3.0}
-    assert pool.view(1, 1) == []
+    assert contents(pool, 0, 1, range(10)) == dict(enumerate(values))
 
 
 def test_span_looked_up_before_is_right_after_a_change() -> None:
     pool = make_pool(16)
     pool.allocate(1, [span(0, 4)])
-    pool.write(0, 1, span(0, 4), *rows_of([0.0, 1.0, 2.0, 3.0]))
     wide = span(0, 6)
-    assert list(contents(pool.view(0, 1, wide))) == [0, 1, 2, 3]
+    assert pool.runs(1, wide) == [range(4)]
     pool.allocate(1, [span(4, 6)])
-    pool.write(0, 1, span(4, 6), *rows_of([4.0, 5.0]))
-    assert list(contents(pool.view(0, 1, wide))) == [0, 1, 2, 3, 4, 5]
+    assert pool.runs(1, wide) == [range(6)]
     pool.free_span(1, span(1, 3))
-    assert list(contents(pool.view(0, 1, wide))) == [0, 3, 4, 5]
+    assert pool.runs(1, wide) == [range(1), range(3, 6)]
     pool.free_request(1)
-    assert pool.view(0, 1, wide) == []
-
-
-def test_next_owner_of_a_slot_does_not_see_the_last_ones_tokens() -> None:
-    pool = make_pool(4)
-    pool.allocate(1, [span(0, 4)])
-    pool.write(0, 1, span(0, 4), *rows_of([1.0] * 4))
-    pool.free_request(1)
-    pool.allocate(2, [span(0, 4)])
-    assert pool.view(0, 2) == []
+    assert pool.runs(1, wide) == []
 
 
 def test_unknown_request_holds_nothing() -> None:
@@ -194,8 +163,8 @@ def test_unknown_request_holds_nothing() -> None:
     assert pool.free_request(7) == 0
     assert pool.free_span(7, span(0, 9)) == 0
     assert pool.tokens(7) == 0
-    assert pool.positions(7).tolist() == []
-    assert pool.view(0, 7) == []
+    assert pool.runs(7) == []
+    pool.drop_shared(7)
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -243,11 +212,45 @@ def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
     pool = make_pool(8)
     pool.allocate(1, [span(0, 2)])
     pool._free.add(range(1, 2))
-    with pytest.raises(AssertionError, match=r"slots \[1\] have two owners"):
+    with pytest.raises(AssertionError, match=r"slots \[1\] have other owners"):
         pool.check_integrity()
     pool._free.remove(range(3))
-    with pytest.raises(AssertionError, match=r"slots \[2\] are neither free nor owned"):
+    with pytest.raises(AssertionError, match=r"slots \[2\] have other owners"):
         pool.check_integrity()
+
+
+# --- what several begin with -----------------------------------------------------------------
+
+
+def test_what_is_shared_is_free_when_the_last_one_lets_go() -> None:
+    pool = make_pool(16)
+    pool.allocate(1, [span(0, 6)])
+    pool.write(0, 1, span(0, 6), *rows_of([float(i) for i in range(6)]))
+    pool.share(2, 1, span(0, 4))
+    pool.allocate(2, [span(4, 7)])
+    assert pool.used == 9
+    assert pool.free_request(1) == 6
+    assert pool.used == 7
+    assert contents(pool, 0, 2, range(4)) == {i: float(i) for i in range(4)}
+    pool.check_integrity()
+    pool.drop_shared(2)
+    assert pool.used == pool.tokens(2) == 3
+    pool.free_request(2)
+    pool.check_integrity()
+    assert pool.used == 0
+
+
+def test_what_is_not_there_is_not_shared() -> None:
+    pool = make_pool(16)
+    pool.allocate(1, [span(0, 4)])
+    for origin, wanted in ((1, span(2, 5)), (3, span(0, 1))):
+        with pytest.raises(NotHeld, match="does not have it"):
+            pool.share(2, origin, wanted)
+    pool.allocate(2, [span(3, 4)])
+    with pytest.raises(NotHeld, match="has slots for it"):
+        pool.share(2, 1, span(0, 4))
+    assert pool.tokens(2) == 1
+    pool.check_integrity()
 
 
 # --- any sequence ----------------------------------------------------------------------------
@@ -261,87 +264,98 @@ SPANS = st.builds(
 )
 
 
-@dataclass
-class Pin:
-    """What the oracle knows of a pinned span."""
+@dataclass(eq=False)
+class Cell:
+    """What the oracle knows of a slot: by layer what was last written there."""
+
+    value: dict[int, float] = field(default_factory=dict)
+
+
+class Pin(NamedTuple):
+    """A pinned span and its cells."""
 
     pinned: PinnedSpan
-    rid: int
-    held: set[int]
-    """Positions that the request has not freed since."""
-    value: dict[tuple[int, int], float]
-    """By layer and position, what was last written there."""
-
-    def leaving(self) -> set[int]:
-        """Slots that only the pin keeps."""
-        span = self.pinned.span
-        freed = [row for row, p in enumerate(span.positions) if p not in self.held]
-        return {int(self.pinned.slots[row]) for row in freed}
+    cells: dict[int, Cell]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random calls, with a dictionary as the oracle of ownership and of contents."""
+    """Random calls, with dictionaries as the oracle of ownership and of contents."""
 
     LAYERS, SLOTS = 2, 24
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = make_pool(self.SLOTS, self.LAYERS)
-        self.owned: dict[int, set[int]] = {}
-        self.value: dict[tuple[int, int, int], float] = {}
+        self.owned: dict[int, dict[int, Cell]] = defaultdict(dict)
+        """By request and position."""
+        self.shared: dict[int, set[int]] = defaultdict(set)
+        """By request, positions that others have computed."""
         self.pins: list[Pin] = []
         self.numbers = itertools.count(1)
 
     @rule(rid=RIDS, spans=st.lists(SPANS, max_size=4))
     def allocate(self, rid: int, spans: list[Span]) -> None:
         asked = [position for s in spans for position in s.positions]
-        fits = len(asked) <= self.SLOTS - self.total() - self.leaving()
-        new = len(set(asked)) == len(asked) and not self.owned.get(rid, set()) & set(asked)
+        fits = len(asked) <= self.SLOTS - len(self.cells())
+        new = len(set(asked)) == len(asked) and not self.owned[rid].keys() & set(asked)
         if fits and new:
             self.pool.allocate(rid, spans)
-            self.owned.setdefault(rid, set()).update(asked)
+            self.owned[rid].update({position: Cell() for position in asked})
         else:
             with pytest.raises(AssertionError if fits else OutOfSlots):
                 self.pool.allocate(rid, spans)
 
+    @rule(rid=RIDS, origin=RIDS, s=SPANS)
+    def share(self, rid: int, origin: int, s: Span) -> None:
+        has, theirs = self.owned[rid], self.owned[origin]
+        if self.shared[rid] >= set(s.positions):
+            self.pool.share(rid, origin, s)
+            return
+        others = [p for p in s.positions if p in has and has[p] is not theirs.get(p)]
+        if others or not theirs.keys() >= set(s.positions):
+            with pytest.raises(NotHeld):
+                self.pool.share(rid, origin, s)
+            return
+        self.pool.share(rid, origin, s)
+        self.shared[rid] |= set(s.positions) - has.keys()
+        has.update({position: theirs[position] for position in s.positions})
+
+    @rule(rid=RIDS)
+    def drop_shared(self, rid: int) -> None:
+        self.pool.drop_shared(rid)
+        self.forget(rid, set(self.shared[rid]))
+
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def write(self, rid: int, s: Span, layer: int) -> None:
         numbers = [float(next(self.numbers)) for _ in range(s.length)]
-        positions = s.positions
-        if not self.owned.get(rid, set()).issuperset(positions):
+        if not self.owned[rid].keys() >= set(s.positions):
             with pytest.raises(AssertionError):
                 self.pool.write(layer, rid, s, *rows_of(numbers))
             return
         self.pool.write(layer, rid, s, *rows_of(numbers))
-        self.value |= {(layer, rid, p): x for p, x in zip(positions, numbers, strict=True)}
-        for pin in self.pins:
-            if pin.rid == rid:
-                new = zip(positions, numbers, strict=True)
-                pin.value |= {(layer, p): x for p, x in new if p in pin.held}
+        for position, number in zip(s.positions, numbers, strict=True):
+            self.owned[rid][position].value[layer] = number
 
     @rule(rid=RIDS, s=SPANS)
     def free_span(self, rid: int, s: Span) -> None:
-        gone = self.owned.get(rid, set()) & set(s.positions)
+        gone = self.owned[rid].keys() & set(s.positions)
         assert self.pool.free_span(rid, s) == len(gone)
         self.forget(rid, gone)
 
     @rule(rid=RIDS)
     def free_request(self, rid: int) -> None:
-        gone = set(self.owned.get(rid, set()))
+        gone = set(self.owned[rid])
         assert self.pool.free_request(rid) == len(gone)
         self.forget(rid, gone)
 
     @rule(rid=RIDS, s=SPANS)
     def pin(self, rid: int, s: Span) -> None:
-        positions = set(s.positions)
-        if not self.owned.get(rid, set()).issuperset(positions):
+        if not self.owned[rid].keys() >= set(s.positions):
             with pytest.raises(AssertionError, match="is not allocated"):
                 self.pool.pin(rid, s)
             return
-        value = {
-            (at, p): x for (at, it, p), x in self.value.items() if it == rid and p in positions
-        }
-        self.pins.append(Pin(self.pool.pin(rid, s), rid, positions, value))
+        cells = {position: self.owned[rid][position] for position in s.positions}
+        self.pins.append(Pin(self.pool.pin(rid, s), cells))
 
     @rule(random=st.randoms(use_true_random=False))
     def unpin(self, random: random.Random) -> None:
@@ -351,41 +365,43 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(s=SPANS, layer=st.integers(0, LAYERS - 1), head=st.integers(0, KV_HEADS - 1))
     def read_pinned(self, s: Span, layer: int, head: int) -> None:
         """Whatever became of the request, and whoever has got slots since."""
-        for pin in self.pins:
-            common = s.intersection(pin.pinned.span)
+        for pinned, cells in self.pins:
+            common = s.intersection(pinned.span)
             heads = slice(head, KV_HEADS)
-            k_thd, v_thd = self.pool.read_pinned(layer, pin.pinned, common, heads=heads)
+            k_thd, v_thd = self.pool.read_pinned(layer, pinned, common, heads=heads)
             assert k_thd.shape == v_thd.shape == (common.length, KV_HEADS - head, HEAD_DIM)
             for row, position in enumerate(common.positions):
-                if (expected := pin.value.get((layer, position))) is not None:
+                if (expected := cells[position].value.get(layer)) is not None:
                     assert (k_thd[row] == expected).all()
                     assert (v_thd[row] == -expected).all()
 
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
     def read_span(self, rid: int, s: Span, layer: int) -> None:
-        written = self.written(layer, rid)
-        expected = {p: x for p, x in written.items() if p in s.positions}
-        assert contents(self.pool.view(layer, rid, s)) == expected
-        if self.owned.get(rid, set()).issuperset(s.positions):
+        if self.owned[rid].keys() >= set(s.positions):
             k_thd, _ = self.pool.read(layer, rid, s)
             read = dict(zip(s.positions, k_thd[:, 0, 0].tolist(), strict=True))
-            assert read | expected == read
+            assert read | self.written(layer, rid, s.positions) == read
 
     @invariant()
     def owners_match(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.used == self.total() + self.leaving()
+        assert self.pool.used == len(self.cells())
         assert self.pool.free + self.pool.used == self.pool.capacity
-        slots = [slot for rid in self.owned for slot in slots_in_use(self.pool, rid)]
-        assert len(set(slots)) == len(slots) == self.total()
-        for rid, positions in self.owned.items():
-            assert self.pool.positions(rid).tolist() == sorted(positions)
-            assert self.pool.tokens(rid) == len(positions)
+        slot_of: dict[Cell, int] = {}
+        for rid, cells in self.owned.items():
+            assert sorted(slots_in_use(self.pool, rid)) == sorted(
+                self.pool.slots(rid, span(p, p + 1))[0] for p in cells
+            )
+            for position, cell in cells.items():
+                (slot,) = self.pool.slots(rid, span(position, position + 1))
+                assert slot_of.setdefault(cell, slot) == slot
+        assert len(set(slot_of.values())) == len(slot_of)
 
     @invariant()
     def reads_give_back_what_was_written(self) -> None:
         for layer, rid in itertools.product(range(self.LAYERS), self.owned):
-            assert contents(self.pool.view(layer, rid)) == self.written(layer, rid)
+            written = self.written(layer, rid, self.owned[rid])
+            assert contents(self.pool, layer, rid, written) == written
 
     def teardown(self) -> None:
         for pin in self.pins[::2]:
@@ -399,25 +415,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.allocate(99, [span(0, self.SLOTS)])
         assert len(self.pool.runs(99)) == 1
 
-    def total(self) -> int:
-        return sum(map(len, self.owned.values()))
+    def cells(self) -> set[Cell]:
+        """Slots that somebody has."""
+        owned = [cell for cells in self.owned.values() for cell in cells.values()]
+        return {*owned, *(cell for pin in self.pins for cell in pin.cells.values())}
 
-    def leaving(self) -> int:
-        return len(set[int]().union(*(pin.leaving() for pin in self.pins)))
-
-    def written(self, layer: int, rid: int) -> dict[int, float]:
-        return {p: x for (at, owner, p), x in self.value.items() if (at, owner) == (layer, rid)}
+    def written(self, layer: int, rid: int, positions: Iterable[int]) -> dict[int, float]:
+        cells = {p: self.owned[rid][p] for p in positions}
+        return {p: cell.value[layer] for p, cell in cells.items() if layer in cell.value}
 
     def forget(self, rid: int, positions: set[int]) -> None:
-        self.owned.get(rid, set()).difference_update(positions)
-        for pin in self.pins:
-            if pin.rid == rid:
-                pin.held -= positions
-        self.value = {
-            (layer, owner, position): x
-            for (layer, owner, position), x in self.value.items()
-            if owner != rid or position not in positions
-        }
+        self.shared[rid] -= positions
+        for position in positions:
+            del self.owned[rid][position]
 
 
 TestAnySequence = PoolMachine.TestCase
@@ -443,7 +453,7 @@ def test_threads_never_see_each_others_tokens() -> None:
             for position, layer in itertools.product(range(prompt, prompt + answer), range(2)):
                 pool.write(layer, rid, span(position, position + 1), *rows_of([float(rid)]))
                 expected = dict.fromkeys(range(position + 1), float(rid))
-                assert contents(pool.view(layer, rid, span(0, position + 1))) == expected
+                assert contents(pool, layer, rid, range(position + 1)) == expected
         finally:
             assert pool.free_request(rid) == prompt + answer
 

@@ -12,6 +12,7 @@ import pytest
 from gang_cell import LAYOUTS, Request, job_of, laid_out, prompt_of
 from gang_threads import ThreadCell, elastic_cell, eventually
 from greedy_reference import greedy_tokens
+from held_positions import held_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
@@ -64,7 +65,7 @@ async def bytes_of_a_step(
     await cell.until(lambda: len(cell.heard[PrefillDone]) == INSTANCES * request.rid)
     assert [rank.engine.pool.used for rank in ranks] == taken
     for rank in ranks:
-        held = rank.engine.pool.positions(request.rid).tolist()
+        held = held_positions(rank.engine.pool, request.rid, length)
         keeps = owners(length, request.shares) == rank.engine.instance
         assert held == np.flatnonzero(keeps).tolist()
         rank.engine.pool.check_integrity()

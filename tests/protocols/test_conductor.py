@@ -32,6 +32,7 @@ from csps.protocols.log_entries import (
     Change,
     EndOwner,
     Entry,
+    Free,
     Iterate,
     Iterated,
     Op,
@@ -44,6 +45,7 @@ from csps.protocols.log_entries import (
     unpack_entries,
     unpack_reports,
 )
+from csps.protocols.messages import Span
 
 OWNER = 1
 
@@ -510,6 +512,23 @@ def test_who_is_unknown_is_not_cancelled() -> None:
     assert desk.take() == []
 
 
+def test_a_row_that_ends_with_what_is_kept_of_it_leaves_first() -> None:
+    """Wherever it computed, ranks free slots when nothing writes them any more."""
+    desk = Desk(2)
+    desk.open_stream(0, (0,))
+    desk.join(0, 5, 9, OWNER)
+    desk.take()
+    desk.keep(5, (Span(7, 9),))
+    ended = [(entry.op, ranks) for entry, ranks in desk.take()]
+    assert ended == [(Change(0, 2, (), (5,)), (0,)), (Free(5, (Span(7, 9),)), (0, 1))]
+    desk.release(5, (Span(0, 7, 2),))
+    assert desk.ops() == [Free(5, (Span(0, 7, 2),))]
+    desk.shutdown()
+    desk.take()
+    desk.keep(6, ())
+    assert desk.take() == []
+
+
 # 8. Owners
 
 
@@ -554,6 +573,7 @@ def test_frames_come_back_as_they_were() -> None:
         Abort(1),
         EndOwner(2),
         Shutdown(),
+        Free(1, (Span(2, 9, 3), Span(0, 2**62))),
     ]
     entries = [Entry(seq, op) for seq, op in enumerate(ops, 1)]
     assert unpack_entries(pack_entries(entries)) == entries

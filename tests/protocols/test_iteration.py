@@ -17,7 +17,9 @@ from csps.protocols.iteration import RowState, fill
 def row_states(draw: st.DrawFn) -> RowState:
     prompt = draw(st.integers(1, 40))
     stop = prompt + draw(st.integers(0, 5))
-    return RowState(next=draw(st.integers(0, stop)), prompt=prompt, stop=stop)
+    position = draw(st.integers(0, stop))
+    first = draw(st.integers(0, min(position, prompt - 1)))
+    return RowState(next=position, prompt=prompt, stop=stop, first=first)
 
 
 def test_rows_that_decode_come_before_prompts_that_have_begun_and_these_before_new_ones() -> None:
@@ -27,6 +29,13 @@ def test_rows_that_decode_come_before_prompts_that_have_begun_and_these_before_n
     assert fill([new, decoding, begun], 11) == [0, 1, 10]
     assert fill([new, decoding, begun], 5) == [0, 1, 4]
     assert fill([new, decoding, begun], 1) == [0, 1, 0]
+
+
+def test_a_prompt_whose_beginning_is_known_is_new_until_it_is_computed() -> None:
+    """Or those that reuse much would pass all others for ever."""
+    old, reuses = RowState(0, 100, 110), RowState(30, 40, 50, first=30)
+    assert fill([old, reuses], 20) == [20, 0]
+    assert fill([old, reuses._replace(next=31)], 20) == [11, 9]
 
 
 def test_rows_that_decode_run_whatever_the_budget() -> None:
@@ -76,8 +85,8 @@ def test_the_oldest_prompt_advances_if_the_budget_has_a_token_for_it(
 ) -> None:
     lengths = fill(rows, budget)
     decoding = sum(it.prompt <= it.next < it.stop for it in rows)
-    begun = [index for index, it in enumerate(rows) if 0 < it.next < it.prompt]
-    new = [index for index, it in enumerate(rows) if it.next == 0]
+    begun = [index for index, it in enumerate(rows) if it.first < it.next < it.prompt]
+    new = [index for index, it in enumerate(rows) if it.first == it.next < it.prompt]
     if budget > decoding and (begun or new):
         assert lengths[(begun or new)[0]] > 0
 
@@ -98,9 +107,10 @@ def test_a_prompt_waits_for_those_before_it_and_for_nobody_after_it(
         while len(rows) < most and random.random() < 0.7:
             prompt = random.randint(1, 30)
             before = sum(max(0, it.prompt - it.next) for it in rows)
-            rows.append(RowState(0, prompt, prompt + random.randint(0, 9)))
+            first = random.choice([0, random.randrange(prompt)])
+            rows.append(RowState(first, prompt, prompt + random.randint(0, 9), first=first))
             ages.append(0)
-            limits.append(-(-(before + prompt) // (budget - (most - 1))))
+            limits.append(-(-(before + prompt - first) // (budget - (most - 1))))
         lengths = fill(rows, budget)
         kept = []
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):

@@ -1,0 +1,318 @@
+"""Conversations whose turns begin with KV that earlier ones have left: the model's own tokens.
+
+Where it lies is drawn anew in each turn, and how much of it is reused, so that a prompt's beginning
+lies under several sequences on any instances of either gang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gang_cell import (
+    LAYOUTS,
+    Prompt,
+    Request,
+    job_of,
+    laid_out,
+    prompt_of,
+    shares_at,
+)
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, thread_cell
+from greedy_reference import greedy_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from known_kv import KnownKv, held_by
+from property_examples import examples
+from riders import reserve_riding, ride
+
+from csps.actors.mesh import GroupMaker
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import Keep, KvShare, Release, Sampling, Span
+from csps.protocols.placement import round_robin
+
+ANY_ROWS = ("ulysses", "gathered_weights")
+STRATEGIES = (*ANY_ROWS, "sp_tp_flat")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversation."""
+
+    seed: int
+    turns: int
+    rides: bool
+    """Its second turns are computed by the stream."""
+
+
+PLANS = st.builds(Plan, seed=st.integers(0, 10**6), turns=st.integers(2, 4), rides=st.booleans())
+
+
+@dataclass
+class Talk:
+    """A conversation as it goes on, on a cell of two gangs, or of one that is both."""
+
+    cell: ThreadCell
+    plan: Plan
+    text: Prompt
+    rids: list[int]
+    """For its turns."""
+    prefilled: KnownKv = field(default_factory=KnownKv)
+    decoded: KnownKv = field(default_factory=KnownKv)
+    rode: bool = False
+    """Its last turn."""
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.plan.seed)
+        self.in_place = self.cell.prefill is self.cell.decode
+        if self.in_place:
+            self.prefilled = self.decoded
+
+    async def go_through(self, model: Path) -> None:
+        """All turns."""
+        for rid in self.rids:
+            tokens = self.rng.randint(1, 5)
+            request = self._request(rid, tokens)
+            if self.rng.random() < 0.15:
+                await self._give_up(request)
+                continue
+            answer = await self._turn(request)
+            assert answer == greedy_tokens(model, self.text.tolist(), tokens)
+            await self._keep(request, len(self.text) + tokens - 1)
+            new = prompt_of(self.rng.randint(1, 20), rid)
+            self.text = np.concatenate([self.text, np.array(answer, "<i4"), new]).astype("<i4")
+
+    def _request(self, rid: int, tokens: int) -> Request:
+        length, instances = len(self.text), range(self.cell.decode.instances)
+        reused = self._reused(self.decoded)
+        holders = self.rng.sample(instances, self.rng.randint(1, len(instances)))
+        master = self.rng.choice(instances)
+        answer: tuple[KvShare, ...] = ()
+        if self.rng.random() < 0.5:
+            kept = round_robin(length, length + tokens, holders)
+            answer = tuple(
+                KvShare(instance=it, span=span) for it, span in kept.items() if span.length
+            )
+        return Request(
+            rid=rid,
+            prompt=self.text,
+            shares=(*self.decoded.before(reused), *self._laid_out(reused, length, holders)),
+            master=master,
+            answer=answer,
+            sampling=Sampling(temperature=0, max_tokens=tokens),
+            stays=True,
+        )
+
+    def _reused(self, known: KnownKv) -> int:
+        """How much of what is known is reused: the last token is always computed."""
+        most = min(known.prefix, len(self.text) - 1)
+        return most if self.rng.random() < 0.5 else self.rng.randint(0, most)
+
+    def _laid_out(self, start: int, stop: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+        if self.rng.random() < 0.5:
+            return laid_out(self.rng.choice(LAYOUTS), start, stop, instances)
+        cuts = sorted(self.rng.randint(start, stop) for _ in instances[1:])
+        return shares_at([start, *cuts, stop], instances)
+
+    async def _turn(self, request: Request) -> list[int]:
+        cell = self.cell
+        self.rode = self.plan.rides and self.decoded.prefix > 0
+        if self.rode:
+            await reserve_riding(cell, request)
+            ride(cell, request, self.rng.randint(1, 30))
+        else:
+            await cell.reserve(request)
+            await cell.prefilled(*self._submit(request))
+            if request.piece().decoded:
+                await cell.join(request)
+        await cell.until(lambda: cell.finished(request.rid))
+        return cell.tokens(request.rid)
+
+    async def _give_up(self, request: Request) -> None:
+        """A turn whose prompt nobody waits for."""
+        cell = self.cell
+        await cell.reserve(request)
+        job_ids = self._submit(request)
+        if self.rng.random() < 0.5:
+            await cell.prefilled(*job_ids)
+        cell.cancel(request.rid)
+        await cell.prefilled(*job_ids)
+        await cell.freed(request.rid)
+        self.prefilled.forget(request.rid)
+
+    def _submit(self, request: Request) -> list[int]:
+        """The steps of the prompt: one, or two at once."""
+        length = len(self.text)
+        reused = self._in_place(request) if self.in_place else self._reused(self.prefilled)
+        starts = sorted({reused, self.rng.randint(reused, length - 1)})
+        history, jobs = self.prefilled.before(reused), []
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            job_id, computed = self._chunk(request, start, stop, history)
+            jobs.append(job_id)
+            history = (*history, *computed)
+            if self.in_place:
+                history = within(request.shares, stop)
+            else:
+                self.prefilled.learn(request.rid, computed, stop)
+        return jobs
+
+    def _in_place(self, request: Request) -> int:
+        """What is reserved elsewhere than where it is known may move there."""
+        known = self.decoded.before(self.decoded.prefix)
+        reused = sum(it.span.length for it in request.shares if it.origin is not None)
+        if self.rng.random() < 0.5:
+            return reused
+        while reused < min(self.decoded.prefix, len(self.text) - 1):
+            next_one = Span(reused, reused + 1)
+            places = [
+                {it.instance for it in shares if it.span.intersection(next_one).length}
+                for shares in (known, request.shares)
+            ]
+            if places[0] == places[1]:
+                break
+            reused += 1
+        return reused
+
+    def _chunk(
+        self, request: Request, start: int, stop: int, history: tuple[KvShare, ...]
+    ) -> tuple[int, tuple[KvShare, ...]]:
+        """A step's number, and what it computes where."""
+        instances = range(self.cell.prefill.instances)
+        needed = held_by(history)
+        if self.in_place:
+            needed |= held_by(request.shares)
+        group = list(needed | set(self.rng.sample(instances, self.rng.randint(1, len(instances)))))
+        self.rng.shuffle(group)
+        rows: tuple[KvShare, ...] = ()
+        cuts = [start, *sorted(self.rng.randint(start, stop) for _ in group[1:]), stop]
+        computed = shares_at(cuts, group)
+        if any_rows := self.rng.random() < 0.5:
+            computing = self.rng.sample(group, self.rng.randint(1, len(group)))
+            rows = computed = laid_out(self.rng.choice(LAYOUTS), start, stop, computing)
+        piece = request.piece(start, stop, history=history, rows=rows)
+        strategy = self.rng.choice(ANY_ROWS if any_rows else STRATEGIES)
+        job = job_of([piece], group, [cut - start for cut in cuts], strategy=strategy)
+        return self.cell.submit(job, self.text[start:stop]), computed
+
+    async def _keep(self, request: Request, stop: int) -> None:
+        """All that was computed, or a part of it."""
+        cell, rid = self.cell, request.rid
+        keepers = request.answer or (
+            KvShare(instance=request.master, span=Span(len(self.text), max(len(self.text), stop))),
+        )
+        kept = Span(0, stop if self.rng.random() < 0.7 else self.rng.randint(0, stop))
+        if not (self.in_place or self.rode or request.piece().decoded):
+            kept = Span(0, 0)  # it was not sent
+        own = [it for it in (*request.shares, *keepers) if it.origin is None]
+        self.decoded.learn(rid, own, kept.stop)
+        left = await cell.keep(cell.decode, Keep(rid=rid, spans=(kept,)))
+        expected = sum(it.span.intersection(kept).length for it in own)
+        assert left == expected * cell.decode.tp
+        if not self.in_place and self.rng.random() < 0.3:
+            released = Span(self.rng.randint(0, stop), stop)
+            self.prefilled.forget(rid, [released])
+            await cell.keep(cell.prefill, Release(rid=rid, spans=(released,)))
+        for rank in cell.ranks:
+            rank.engine.pool.check_integrity()
+
+    async def end(self) -> None:
+        """Nothing is kept any more."""
+        gangs: list[GangClient] = [self.cell.decode]
+        if not self.in_place:
+            gangs.append(self.cell.prefill)
+        for gang in gangs:
+            for rid in self.rids:
+                assert await self.cell.keep(gang, Release(rid=rid)) == 0
+
+
+def within(shares: Sequence[KvShare], stop: int) -> tuple[KvShare, ...]:
+    """Those of the positions before one."""
+    cuts = (replace(it, span=it.span.intersection(Span(0, stop))) for it in shares)
+    return tuple(it for it in cuts if it.span.length)
+
+
+async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan]) -> None:
+    """Conversations beside each other, after which nothing is left."""
+    first = 1
+    talks = []
+    for plan in plans:
+        text = prompt_of(random.Random(plan.seed).randint(2, 40), plan.seed)
+        talks.append(Talk(cell, plan, text, list(range(first, first + plan.turns))))
+        first += plan.turns
+    await asyncio.gather(*(talk.go_through(model) for talk in talks))
+    await asyncio.gather(*(talk.end() for talk in talks))
+    ranks = cell.prefill_gang.ranks
+    await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+    cell.check_idle()
+
+
+WORLDS = [
+    pytest.param(1, STRICT, id="strict"),
+    pytest.param(2, STRICT, id="tp2"),
+    pytest.param(1, None, id="gloo", marks=pytest.mark.slow),
+    pytest.param(2, None, id="gloo-tp2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tp", "data_group"), WORLDS)
+def test_any_turns_on_two_gangs(tiny_llama: Path, tp: int, data_group: GroupMaker | None) -> None:
+    @settings(max_examples=examples(2))
+    @given(st.lists(PLANS, min_size=1, max_size=2), st.integers(1, 4 // tp), st.integers(1, 3))
+    def any_plans(plans: list[Plan], prefill: int, decode: int) -> None:
+        async def check() -> None:
+            async with thread_cell(
+                tiny_llama,
+                prefill=prefill,
+                prefill_tp=tp,
+                decode=decode,
+                quantum_ms=0.0,
+                data_group=data_group,
+            ) as cell:
+                await hold(cell, tiny_llama, plans)
+
+        asyncio.run(check())
+
+    any_plans()
+
+
+@pytest.mark.parametrize(("tp", "data_group"), WORLDS)
+def test_any_turns_in_place(tiny_llama: Path, tp: int, data_group: GroupMaker | None) -> None:
+    @settings(max_examples=examples(2))
+    @given(st.lists(PLANS, min_size=1, max_size=2), st.integers(1, 6 // tp))
+    def any_plans(plans: list[Plan], instances: int) -> None:
+        async def check() -> None:
+            async with elastic_cell(
+                tiny_llama, instances, tp=tp, quantum_ms=0.0, data_group=data_group
+            ) as cell:
+                await hold(cell, tiny_llama, plans)
+
+        asyncio.run(check())
+
+    any_plans()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_many_turns(tiny_llama: Path, tp: int) -> None:
+    """Of more conversations beside each other."""
+
+    @settings(max_examples=30)
+    @given(st.lists(PLANS, min_size=2, max_size=4), st.integers(1, 3), st.booleans())
+    def any_plans(plans: list[Plan], instances: int, in_place: bool) -> None:
+        async def check() -> None:
+            cells = (
+                elastic_cell(tiny_llama, instances, tp=tp, quantum_ms=0.0)
+                if in_place
+                else thread_cell(tiny_llama, prefill=instances, prefill_tp=tp, decode=2)
+            )
+            async with cells as cell:
+                await hold(cell, tiny_llama, plans)
+
+        asyncio.run(check())
+
+    any_plans()
