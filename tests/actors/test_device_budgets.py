@@ -117,7 +117,7 @@ def iteration(device: Device, model: Path, *rows: int) -> DeviceBudget:
     engine = engine_of(model)
     stream = stream_of(engine, *rows)
     with torch.inference_mode(), device.counting() as budget:
-        forward(engine, stream._next_batch())
+        forward(engine, stream._next_batch(()))
     return budget
 
 

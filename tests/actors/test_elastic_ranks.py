@@ -137,9 +137,12 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
             )
             for rid, instances in ((1, [0]), (2, [1]), (3, [1, 0]))
         ]
+        jobs = []
         for it in on:
             await cell.reserve(it)
-            cell.submit(job_of([it.piece()], sorted({s.instance for s in it.shares})), it.prompt)
+            group = sorted({s.instance for s in it.shares})
+            jobs.append(cell.submit(job_of([it.piece()], group), it.prompt))
+        await cell.prefilled(*jobs)  # one of them needs the instance that is to stand still
         await cell.join(on[1])
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
         assert len(cell.tokens(2)) == 1, "the other one has not begun"
