@@ -56,7 +56,8 @@ def _serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
                 "name": "csps",
                 "route_prefix": "/",
                 "import_path": "csps.services.app:build",
-                "args": args,
+                # Prompts come again here, and are to be computed.
+                "args": {"kv_reuse": {"enabled": False}, **args},
             }
         ],
     }

@@ -109,6 +109,12 @@ def _bias(bias: Any) -> float:
     return float(bias)
 
 
+def _salt(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        fail(f"must be a string that is not empty, got {shown(value)}")
+    return value
+
+
 def _nothing(value: Any) -> None:
     if value != [] and value != "":
         fail("not supported by this server")
@@ -171,6 +177,8 @@ class GenerationRequest(JsonObject):
     ignore_eos: bool = False
     stop_token_ids: Annotated[tuple[int, ...], PlainValidator(_stop_token_ids)] = ()
     skip_special_tokens: bool = True
+    cache_salt: Annotated[str | None, PlainValidator(_salt)] = None
+    """Requests reuse each other's KV only if they have the same one."""
 
     csps: CspsOptions = CspsOptions()
 

@@ -45,17 +45,24 @@ class TextLogprob:
         return self.logprob if math.isfinite(self.logprob) else _LEAST_LOGPROB
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+    """Whose KV was there: nothing computed them again."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Self:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Self:
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as _json_string
 from typing import Any
 
@@ -45,11 +45,12 @@ class _Stream(ABC):
         model: str,
         created: int,
         prompt_tokens: int,
+        cached_tokens: Callable[[], int],
         options: StreamOptions,
     ) -> None:
         envelope = {"id": request_id, "object": self._object, "created": created, "model": model}
         self._head = f'data: {json.dumps(envelope)[:-1]}, "choices": ['
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
         self._include_usage = options.include_usage
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
 
@@ -91,7 +92,8 @@ class _Stream(ABC):
     def _usage(self, completion_tokens: int) -> str:
         return (
             f'{{"prompt_tokens": {self._prompt_tokens}, "completion_tokens": {completion_tokens}, '
-            f'"total_tokens": {self._prompt_tokens + completion_tokens}}}'
+            f'"total_tokens": {self._prompt_tokens + completion_tokens}, '
+            f'"prompt_tokens_details": {{"cached_tokens": {self._cached_tokens()}}}}}'
         )
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,10 @@ from csps.services.cluster.generations import MemoryGenerations
 from csps.services.http.api import Api
 from csps.services.http.request_parser import RequestParser
 from csps.services.launch.credentials import ApiKeys
-from csps.services.launch.settings import Settings
+from csps.services.launch.settings import KvReuseSettings, Settings
 from csps.services.router.cost_book import Configure, CostBook
 from csps.services.router.service import RequestService
+from csps.services.router.wiring import make_reuse
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
@@ -77,6 +78,8 @@ async def served(
     policy: str = "csps",
     options: dict[str, Any] | None = None,
     configure: Configure | None = None,
+    reuse: bool = False,
+    keys: Sequence[str] = (),
 ) -> AsyncIterator[Served]:
     """Serves the checkpoint as `tiny` with two prefill instances and two decode ranks; without a
     configurator all attention is exact."""
@@ -85,17 +88,24 @@ async def served(
         prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)
         prefill = await stack.enter_async_context(thread_gang(prefill_plan))
         decode = await stack.enter_async_context(thread_gang(plan(role="decode")))
-        settings = Settings(model=str(model_dir), served_model_name="tiny")
+        settings = Settings(
+            model=str(model_dir),
+            served_model_name="tiny",
+            kv_reuse=KvReuseSettings(enabled=reuse),
+        )
         costs = CostBook(CostTable(latencies=Unmeasured()), configure or _silent)
-        scheduler = Scheduler(make_policy(policy, options or OPTIONS), costs.costs)
+        metrics = Metrics("tiny")
+        scheduler = Scheduler(
+            make_policy(policy, options or OPTIONS), costs.costs, reuse=make_reuse(settings)
+        )
         service = await stack.enter_async_context(
-            _service(prefill, decode, scheduler, costs, settings)
+            _service(prefill, decode, scheduler, costs, settings, metrics)
         )
         api = Api(
             intake=RequestParser(settings),
             engine=service,
-            keys=ApiKeys([]),
-            metrics=Metrics("tiny"),
+            keys=ApiKeys(keys),
+            metrics=metrics,
             max_body_bytes=1_000_000,
         )
         url = await stack.enter_async_context(serving(api.app()))
@@ -113,13 +123,16 @@ async def _service(
     scheduler: Scheduler,
     costs: CostBook,
     settings: Settings,
+    metrics: Metrics,
 ) -> AsyncIterator[RequestService]:
     view = ClusterView(prefill=prefill.members, decode=decode.members)
     cluster = Cluster(
         StaticDirectory(view), secret=SECRET, router_id="test", generations=MemoryGenerations()
     )
     shape = attention_shape(settings)
-    service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=shape)
+    service = RequestService(
+        cluster=cluster, scheduler=scheduler, costs=costs, shape=shape, observer=metrics
+    )
     try:
         await service.start()
         async with asyncio.timeout(START_S):

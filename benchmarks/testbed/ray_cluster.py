@@ -205,7 +205,8 @@ def serve_config(bed: Testbed, *, model: str, port: int) -> dict[str, Any]:
         "name": "csps",
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
-        "args": args,
+        # Prompts come again here, and are to be computed.
+        "args": {"kv_reuse": {"enabled": False}, **args},
     }
     return {
         "proxy_location": "HeadOnly",

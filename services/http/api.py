@@ -132,14 +132,14 @@ class Api:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _generate(self, request: Request, read: Read, operation: str) -> Response:
-        self.keys.check(request.headers.get("authorization"))
-        exchange, streams = await self._receive(request, read, operation)
+        owner = self.keys.check(request.headers.get("authorization"))
+        exchange, streams = await self._receive(request, read, operation, owner)
         if streams:
             return await _stream(request, exchange)
         return JSONResponse(await while_connected(request.receive, exchange.whole()))
 
     async def _receive(
-        self, request: Request, read: Read, operation: str
+        self, request: Request, read: Read, operation: str, owner: bytes
     ) -> tuple[GeneratedResponse, bool]:
         """Nothing but the exchange is left of the body afterwards."""
         request_id = request_id_of(request)
@@ -149,7 +149,7 @@ class Api:
             body = await read_body(
                 request, self.max_body_bytes, grown=held.grown, deadlines=self.intake.deadlines
             )
-            arrival = Arrival(request_id=request_id, slo=slo, fit=self.engine.fit)
+            arrival = Arrival(request_id=request_id, slo=slo, fit=self.engine.fit, owner=owner)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
             trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
             try:

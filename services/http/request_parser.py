@@ -31,8 +31,10 @@ from csps.protocols.openai import (
 )
 from csps.protocols.plans import Objective
 from csps.services.launch.settings import Settings
+from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.running import Generation
 from csps.services.scheduling.fit import Fit
+from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Arrival:
     slo: Slo = Slo()
     fit: Fit | None = None
     """What fits the gangs, once they are known."""
+    owner: bytes = b""
+    """Digest of the API key; nothing where none is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,7 @@ class RequestParser:
         self.deadlines = settings.http
         """For a body to come."""
         self._deadline_s = settings.deadlines.request_s
+        self._reuses = settings.kv_reuse.enabled
 
     def completion(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/completions`.
@@ -118,6 +123,7 @@ class RequestParser:
         ids = np.asarray(prompt, np.int32)
         self._check_prompt(ids)
         max_tokens = self._max_tokens(request, len(prompt), arrival.fit)
+        prefix = self._prefix(request, arrival)
         generation = Generation(
             request_id=arrival.request_id,
             prompt=ids,
@@ -129,8 +135,16 @@ class RequestParser:
             slo_ttft_ms=arrival.slo.ttft_ms,
             slo_tpot_ms=arrival.slo.tpot_ms,
             deadline_s=self._deadline_s,
+            prefix=prefix,
+            hashes=() if prefix is None else prefix.hashes(ids),
         )
         return Accepted(request=request, generation=generation)
+
+    def _prefix(self, request: GenerationRequest, arrival: Arrival) -> PrefixKey | None:
+        """Of a request that may reuse KV: sparse attention sees its prompt in its own way."""
+        if not self._reuses or request.csps.attention == "csa":
+            return None
+        return PrefixKey.of(owner=arrival.owner, salt=request.cache_salt, block=BLOCK_TOKENS)
 
     def _check_model(self, model: str) -> None:
         if model != self.model:

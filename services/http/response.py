@@ -155,6 +155,7 @@ class GeneratedResponse:
             model=self._request.model,
             created=self._created,
             prompt_tokens=int(self._generation.prompt.size),
+            cached_tokens=lambda: self._running.cached_tokens,
             options=self._request.stream_options,
         )
 
@@ -181,7 +182,8 @@ class GeneratedResponse:
         return f"{prefix}-{self._generation.request_id}"
 
     def _usage(self) -> Usage:
-        return Usage.of(int(self._generation.prompt.size), self._answer.tokens)
+        prompt_tokens = int(self._generation.prompt.size)
+        return Usage.of(prompt_tokens, self._answer.tokens, self._running.cached_tokens)
 
     def _report(self) -> dict[str, Any] | None:
         return self._running.explain() if self._request.csps.explain else None

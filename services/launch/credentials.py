@@ -61,14 +61,17 @@ class ApiKeys:
             keys += _keys_of(Path(path).expanduser())
         return cls(key for key in keys if key)
 
-    def check(self, authorization: str | None) -> None:
+    def check(self, authorization: str | None) -> bytes:
         """Accept `Bearer <key>`; every known key is compared, in constant time.
+
+        Returns:
+            The key's digest; nothing where the server is open.
 
         Raises:
             Unauthorized: no key, or one that nobody was given.
         """
         if not self._digests:
-            return
+            return b""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized(
@@ -79,6 +82,7 @@ class ApiKeys:
         # A list and not a generator: `any` must not stop at the first match.
         if not any([hmac.compare_digest(given, known) for known in self._digests]):  # noqa: C419
             raise Unauthorized
+        return given
 
 
 def _keys_of(path: Path) -> list[str]:

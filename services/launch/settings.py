@@ -137,6 +137,14 @@ class KvTransferSettings(Section):
         return self.in_flight_mib * 2**20
 
 
+class KvReuseSettings(Section):
+    """KV that outlives its request, for prompts that begin alike (`docs/operations.md`)."""
+
+    enabled: bool = True
+    max_share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    """Of an instance's slots, for KV that nobody uses. It goes when a request needs its place."""
+
+
 class DeadlineSettings(Section):
     """How long a request's ways inside the cell may take. What has to be transferred counts: a
     deadline is a base, and so much more for every thousand tokens of the prompt."""
@@ -246,6 +254,7 @@ class Settings(Section):
     http: HttpSettings = HttpSettings()
     deadlines: DeadlineSettings = DeadlineSettings()
     kv_transfer: KvTransferSettings = KvTransferSettings()
+    kv_reuse: KvReuseSettings = KvReuseSettings()
     topology: TopologySettings = TopologySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

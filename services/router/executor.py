@@ -11,7 +11,7 @@ from typing import Any
 from csps.protocols.errors import ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.messages import CancelRequest, JoinBatch
+from csps.protocols.messages import CancelRequest, JoinBatch, Keep, Release, Span
 from csps.protocols.schema import pack
 from csps.protocols.topology import Location
 from csps.services.router.attached import AttachedGangs
@@ -67,6 +67,8 @@ class Executor:
             commands.RunStep: self._run_step,
             commands.SetGroup: self._set_group,
             commands.Ride: self._ride,
+            commands.Keep: self._keep,
+            commands.Release: self._release,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -109,7 +111,7 @@ class Executor:
         assert command.prompt_tokens == known, "the scheduler counts other tokens"
         sequence = live_sequence(command, running, decode)
         self._sequences.add(sequence)
-        running.sequence = sequence.id
+        running.sequence, running.cached_tokens = sequence.id, command.cached
         self._requests.placed(running)
         if command.shares:
             sequence.reserving = self._in_background(self._ask_for_slots(sequence))
@@ -189,7 +191,7 @@ class Executor:
         self._steps.launched(command, gang, sequences)
         for piece, sequence in zip(command.pieces, sequences, strict=True):
             running = sequence.running
-            if piece.start == 0:
+            if piece.start == sequence.command.cached:
                 running.placement = _shown(command, sequence)
                 why = self._costs.why(_bucket(command, gang), command.strategy)
                 running.plan = shown_plan(command, running.generation, csa, why)
@@ -230,6 +232,29 @@ class Executor:
         )
         running.plan = ride_plan(running.generation, command.budget)
         self._requests.launched(running)
+
+    # --- keeping -------------------------------------------------------------------------------
+
+    def _keep(self, command: commands.Keep) -> None:
+        self._tell_leader(command, "keep", Keep)
+        if (sequence := self._sequences.by_id.get(command.sequence)) is not None:
+            sequence.unfreed.clear()  # the ranks answer what they have left
+            self._over(command.sequence)
+
+    def _release(self, command: commands.Release) -> None:
+        self._tell_leader(command, "release", Release)
+
+    def _tell_leader(
+        self,
+        command: commands.Keep | commands.Release,
+        method: str,
+        message: type[Keep | Release],
+    ) -> None:
+        if (gang := self._gangs.get(command.gang)) is None:
+            return
+        spans = (Span(command.start, command.stop),) if command.start < command.stop else ()
+        self._reports.kept.told(command.gang, command.sequence)
+        gang.notify(0, method, pack(message(rid=command.sequence, spans=spans)))
 
     # --- ending --------------------------------------------------------------------------------
 

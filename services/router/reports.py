@@ -14,6 +14,7 @@ from csps.protocols.errors import CspsError, FaultError, ProtocolError
 from csps.protocols.errors import from_wire as error_from_wire
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import (
+    KvKept,
     KvLanded,
     PrefillDone,
     PrefillProgress,
@@ -23,6 +24,7 @@ from csps.protocols.messages import (
     Tokens,
 )
 from csps.protocols.schema import unpack
+from csps.services.router.kept import KeptReports
 from csps.services.router.requests import Requests
 from csps.services.router.sequences import LiveSequence, Sequences
 from csps.services.router.steps import Steps
@@ -56,12 +58,14 @@ class Reports:
     def __init__(self, requests: Requests, sequences: Sequences, steps: Steps, tell: Tell) -> None:
         self._requests, self._sequences, self._steps = requests, sequences, steps
         self._tell = tell
+        self.kept = KeptReports(tell)
         self._heard: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
             "prefill_progress": self._prefill_progress,
             "prefill_done": self._prefill_done,
             "landed": self._landed,
             "freed": self._freed,
+            "kept": self._kept,
             "failed": self._failed,
         }
 
@@ -82,6 +86,7 @@ class Reports:
 
     def forget(self, number: GangId) -> None:
         """The gang is gone."""
+        self.kept.forget(number)
         self._heard = {key: at for key, at in self._heard.items() if key[0] != number}
 
     def _hear(self, number: GangId, instance: int) -> None:
@@ -106,7 +111,8 @@ class Reports:
         self._requests.deliver(sequence.running, token)
         if token.finish_reason is not None:
             sequence.over = True
-            self._tell(Finished(sequence=sequence.id, drawn=sequence.next_index))
+            hashes = sequence.running.answer_hashes if sequence.command.stays else ()
+            self._tell(Finished(sequence=sequence.id, drawn=sequence.next_index, hashes=hashes))
             self._sequences.settle(sequence)
         elif first:
             self._tell(FirstToken(sequence=sequence.id))
@@ -147,8 +153,14 @@ class Reports:
 
     def _freed(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         freed = unpack(SlotsFreed, payload)
+        if self.kept.answered(number, gang, rank, freed.rid, 0):
+            return
         if (sequence := self._sequences.by_id.get(freed.rid)) is not None:
             self.free(sequence, number, rank)
+
+    def _kept(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        kept = unpack(KvKept, payload)
+        self.kept.answered(number, gang, rank, kept.rid, kept.tokens)
 
     def free(self, sequence: LiveSequence, number: GangId, rank: int) -> None:
         """A decode rank holds nothing of the sequence."""

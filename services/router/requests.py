@@ -59,6 +59,7 @@ class Requests:
                 deadline_ns=None
                 if deadline_s is None
                 else time.monotonic_ns() + int(deadline_s * 1e9),
+                hashes=generation.hashes,
             )
         )
         return running

@@ -20,6 +20,7 @@ from csps.protocols import trace_context
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
 from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestClass
+from csps.services.router.prefix_key import PrefixKey
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -40,6 +41,10 @@ class Generation:
     """Of exact attention, if one was asked for."""
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    prefix: PrefixKey | None = None
+    """By which KV is found that others have left, and this is left to others; None: none is."""
+    hashes: tuple[bytes, ...] = ()
+    """Of the prompt's whole blocks."""
     deadline_s: float | None = None
     """Seconds after submission when the request fails if it has not finished; None waits."""
 
@@ -160,6 +165,8 @@ class Running:
         self.plan: Plan | None = None
         """Of the last attempt, once its first step was sent."""
         self.placement: Placement | None = None
+        self.cached_tokens = 0
+        """Of the prompt, that the last attempt found computed."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self.timings = Timings()
@@ -183,6 +190,15 @@ class Running:
         """Tokens of the answer so far. An attempt after a fault computes them again, as a part of
         its prompt, and goes on with the next one."""
         return np.asarray(self._drawn, np.int32)
+
+    @property
+    def answer_hashes(self) -> tuple[bytes, ...]:
+        """Of the blocks behind those of the prompt that have KV: the last token has none."""
+        generation = self.generation
+        if generation.prefix is None:
+            return ()
+        tokens = np.concatenate((generation.prompt, self.drawn_tokens[:-1]))
+        return generation.prefix.hashes(tokens, generation.hashes)
 
     def cancel(self, reason: FinishReason = "cancelled") -> None:
         """Stop the work everywhere. `reason` "stop": the caller found a stop string.

@@ -34,6 +34,7 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
         sampling=running.generation.sampling,
         prompt_tokens=_penalized_tokens(running),
         answer=kv_shares(command.answer),
+        stays=command.stays,
         kept_only=csa is not None and csa.decode_kept_only,
         trace=running.carrier,
     )
@@ -110,7 +111,10 @@ def token_bytes(tokens: NDArray[np.int32]) -> bytes:
 
 def kv_shares(shares: tuple[commands.Share, ...]) -> tuple[KvShare, ...]:
     """Shares as ranks are told of them: an instance by its place in its gang."""
-    return tuple(KvShare(instance=index_of(it.instance), span=it.span) for it in shares)
+    return tuple(
+        KvShare(instance=index_of(it.instance), span=it.span, origin=it.origin or None)
+        for it in shares
+    )
 
 
 def _piece(
@@ -124,6 +128,7 @@ def _piece(
         rows=kv_shares(piece.rows),
         history=kv_shares(history),
         placement=kv_shares(piece.keep),
+        stays=piece.stays,
         destinations=kv_shares(_destinations(sequence.command)),
         last=stop == sequence.command.prompt_tokens,
         drawn=token_bytes(running.drawn_tokens),

@@ -14,6 +14,7 @@ from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
 from csps.services.scheduling.log import Header
 from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
 
 
@@ -25,7 +26,14 @@ def make_scheduler(settings: Settings, costs: Costs) -> Scheduler:
         costs,
         limits=QueueLimits(**settings.queue.model_dump()),
         deadlines=make_deadlines(settings),
+        reuse=make_reuse(settings),
     )
+
+
+def make_reuse(settings: Settings) -> ReuseSettings:
+    """What is kept of requests that are over."""
+    given = settings.kv_reuse
+    return ReuseSettings(enabled=given.enabled, max_share=given.max_share)
 
 
 def first_costs(settings: Settings) -> CostTable:
@@ -56,6 +64,7 @@ def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
         options=options,
         limits=QueueLimits(**settings.queue.model_dump()),
         deadlines=make_deadlines(settings),
+        reuse=make_reuse(settings),
     )
     try:
         return DecisionLog(Path(scheduling.log), header, table)

@@ -66,6 +66,8 @@ class Metrics:
     def _counters(self) -> None:
         count = self._counter
         self._prompt_tokens = count("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._prefix_queries = count("prefix_cache_queries", "Prompt tokens looked up in kept KV.")
+        self._prefix_hits = count("prefix_cache_hits", "Prompt tokens whose KV had been kept.")
         drawn = count("generation_tokens", "Tokens drawn.")
         self._generation_tokens = drawn.labels(**self._labels)
         self._success = count("request_success", "Finished requests.", "finished_reason")
@@ -114,6 +116,9 @@ class Metrics:
     def started(self, running: Running) -> None:
         """The prefill job is on its way."""
         _observe(self._queue, running.timings.queue_s)
+        if running.generation.prefix is not None and running.timings.attempts == 1:
+            self._prefix_queries.labels(**self._labels).inc(running.generation.prompt.size)
+            self._prefix_hits.labels(**self._labels).inc(running.cached_tokens)
 
     def first_token(self, running: Running) -> None:
         """The time that people wait for."""

@@ -188,6 +188,7 @@ def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, A
             "model": str(model_dir),
             "served_model_name": MODEL,
             "telemetry": {"spans_dir": str(run_dir / "traces")},
+            "kv_reuse": {"enabled": False},  # so that every slot has to come back
             **args,
         },
     }

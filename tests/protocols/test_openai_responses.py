@@ -58,7 +58,7 @@ ENTRIES = (
     ),
     TextLogprob(token="llo", token_bytes=b"llo", logprob=-0.25, offset=2),
 )
-USAGE = Usage.of(3, 2)
+USAGE = Usage.of(3, 2, 1)
 PLAIN = StreamOptions()
 WITH_USAGE = StreamOptions(include_usage=True)
 CONTINUOUS = StreamOptions(include_usage=True, continuous_usage_stats=True)
@@ -72,11 +72,25 @@ def event(data: bytes) -> Any:
 
 
 def chat_stream(options: StreamOptions = PLAIN) -> ChatStream:
-    return ChatStream(request_id="c1", model="m", created=9, prompt_tokens=3, options=options)
+    return ChatStream(
+        request_id="c1",
+        model="m",
+        created=9,
+        prompt_tokens=3,
+        cached_tokens=lambda: 1,
+        options=options,
+    )
 
 
 def completion_stream(options: StreamOptions = PLAIN) -> CompletionStream:
-    return CompletionStream(request_id="c1", model="m", created=9, prompt_tokens=3, options=options)
+    return CompletionStream(
+        request_id="c1",
+        model="m",
+        created=9,
+        prompt_tokens=3,
+        cached_tokens=lambda: 1,
+        options=options,
+    )
 
 
 def chat_chunk(data: bytes) -> ChatCompletionChunk:
@@ -111,6 +125,8 @@ def test_chat_answer() -> None:
     assert read.choices[0].message.content == "Hello"
     assert read.usage is not None
     assert read.usage.total_tokens == 5
+    assert read.usage.prompt_tokens_details is not None
+    assert read.usage.prompt_tokens_details.cached_tokens == 1
     logprobs = read.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
@@ -201,7 +217,12 @@ def test_explanation_goes_with_the_last_chunk() -> None:
 def test_odd_names_do_not_break_the_envelope() -> None:
     name = 'a"b\\c\n\u2028{}'
     stream = ChatStream(
-        request_id=name, model=name, created=9, prompt_tokens=3, options=StreamOptions()
+        request_id=name,
+        model=name,
+        created=9,
+        prompt_tokens=3,
+        cached_tokens=lambda: 0,
+        options=StreamOptions(),
     )
     assert chat_chunk(stream.delta("x", completion_tokens=1)).model == name
 

@@ -92,6 +92,7 @@ async def test_a_completion(
         "prompt_tokens": prompt,
         "completion_tokens": drawn,
         "total_tokens": prompt + drawn,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert "csps" not in body
 

@@ -32,6 +32,7 @@ from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
 
 
@@ -113,6 +114,7 @@ async def real_cell(
     instances: int = 2,
     tp: int = 1,
     mortal: GangRole | None = None,
+    reuse: ReuseSettings | None = None,
 ) -> AsyncIterator[Cell]:
     """Two prefill and two decode ranks, linked; or other gangs.
 
@@ -130,7 +132,7 @@ async def real_cell(
     costs = CostBook(CostTable(latencies=Unmeasured()), by_rules)
     if isinstance(policy, str):
         policy = make_policy(policy, POLICIES[policy])
-    scheduler = Scheduler(policy, costs.costs)
+    scheduler = Scheduler(policy, costs.costs, reuse=reuse)
     service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE)
     async with AsyncExitStack() as stack:
         cell = Cell(model, directory, service, stack, instances, tp)

@@ -1,0 +1,85 @@
+"""Conversations over HTTP on real ranks: what is reused, for whom, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gang_threads import eventually
+from http_over_ranks import Served, served
+
+from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
+
+KEYS = ("one key", "another key")
+
+
+@pytest.fixture
+async def server(tiny_llama: Path) -> AsyncIterator[Served]:
+    async with served(tiny_llama, reuse=True, keys=KEYS) as made:
+        yield made
+
+
+async def complete(
+    server: Served, prompt: list[int], *, key: str = KEYS[0], **more: Any
+) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
+    answer = await server.client.post(
+        "/v1/completions",
+        json={"ignore_eos": True, **body},
+        headers={"authorization": f"Bearer {key}"},
+    )
+    assert answer.status_code == 200, answer.text
+    await eventually(lambda: not server.service.counts.prefill_kv)
+    await eventually(lambda: not server.service.counts.decode_kv)
+    return answer.json()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(tokens, int)
+    return tokens
+
+
+async def test_five_turns_say_what_a_fresh_prompt_does(server: Served) -> None:
+    random = np.random.default_rng(2)
+    text: list[int] = random.integers(0, 256, 150).tolist()
+    before = 0
+    for turn in range(5):
+        answer = await complete(server, text)
+        fresh = await complete(server, text, cache_salt=f"turn {turn}")
+        assert answer["choices"] == fresh["choices"]
+        assert cached(fresh) == 0
+        assert cached(answer) == before // BLOCK_TOKENS * BLOCK_TOKENS
+        before = len(text)
+        text = [*text, *random.integers(0, 256, 70).tolist()]
+    metrics = (await server.client.get("/metrics")).text
+    values = {
+        line.split("{")[0]: float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("csps:prefix_cache") and "_total" in line
+    }
+    lengths = [150 + 70 * turn for turn in range(5)]
+    assert values["csps:prefix_cache_queries_total"] == 2 * sum(lengths)
+    hits = sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths[:-1])
+    assert values["csps:prefix_cache_hits_total"] == hits
+
+
+async def test_kv_is_of_one_key_and_one_salt(server: Served) -> None:
+    text = np.random.default_rng(3).integers(0, 256, 150).tolist()
+    those: list[dict[str, Any]] = [{}, {"key": KEYS[1]}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    for more in those:
+        answers = [await complete(server, text, **more) for _ in range(2)]
+        assert [cached(it) for it in answers] == [0, 128], more
+
+
+async def test_a_salt_is_a_string_that_is_not_empty(server: Served) -> None:
+    answer = await server.client.post(
+        "/v1/completions",
+        json={"model": "tiny", "prompt": [1, 2], "cache_salt": ""},
+        headers={"authorization": f"Bearer {KEYS[0]}"},
+    )
+    assert answer.status_code == 400
+    assert "cache_salt" in answer.json()["error"]["message"]

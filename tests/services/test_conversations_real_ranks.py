@@ -1,0 +1,138 @@
+"""Conversations whose KV stays on real ranks, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from any_layout import AnyLayout
+from gang_threads import eventually
+from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
+from tiny_checkpoints import reference_tokens
+
+from csps.protocols.gang_members import GangRole
+from csps.protocols.messages import Sampling
+from csps.services.router.prefix_key import PrefixKey
+from csps.services.router.running import Generation, Running
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
+
+BLOCK = 16
+REUSE = ReuseSettings(enabled=True, block_tokens=BLOCK)
+KEY = PrefixKey.of(owner=b"", salt=None, block=BLOCK)
+TOKENS = 6
+
+
+def ask(cell: Cell, prompt: list[int], key: PrefixKey = KEY) -> Running:
+    ids = np.asarray(prompt, np.int32)
+    sampling = Sampling(temperature=0.0, max_tokens=TOKENS)
+    return cell.service.submit(
+        Generation(
+            request_id="c", prompt=ids, sampling=sampling, prefix=key, hashes=key.hashes(ids)
+        )
+    )
+
+
+async def talk(cell: Cell, model: Path, seed: int, turns: int = 4) -> list[int]:
+    """A conversation, every answer of which is transformers'; the cached tokens by turn."""
+    random = np.random.default_rng(seed)
+    text: list[int] = random.integers(0, 256, 70).tolist()
+    cached = []
+    for _ in range(turns):
+        running = ask(cell, text)
+        said = await answer(running)
+        assert said == reference_tokens(model, text, TOKENS)
+        cached.append(running.cached_tokens)
+        text = [*text, *said, *random.integers(0, 256, 20).tolist()]
+        await at_rest(cell)
+    return cached
+
+
+async def at_rest(cell: Cell) -> None:
+    """What has ended is kept or freed."""
+    await eventually(lambda: not cell.service.counts.prefill_kv)
+    await eventually(lambda: not cell.service.counts.decode_kv)
+    cell.service.check_integrity()
+    cell.service.check_health()
+
+
+CELLS: list[tuple[str, tuple[GangRole, ...]]] = [
+    ("csps", PAIR),
+    ("fixed_sp", PAIR),
+    ("chunked_prefill", ELASTIC),
+    ("chunked_prefill", PAIR),
+]
+
+
+@pytest.mark.parametrize(("policy", "roles"), CELLS)
+async def test_a_turn_computes_what_is_new_and_says_the_same(
+    tiny_llama: Path, policy: str, roles: tuple[GangRole, ...]
+) -> None:
+    async with real_cell(tiny_llama, policy, roles=roles, reuse=REUSE) as cell:
+        first, *later = await talk(cell, tiny_llama, seed=1)
+        assert first == 0
+        # Of a prompt of 96 tokens 70 were the one before, and of the next one 96, and so on; where
+        # it is decoded the answer stays as well.
+        before = [70, 96, 122] if policy != "chunked_prefill" else [75, 101, 127]
+        assert later == [it // BLOCK * BLOCK for it in before]
+
+
+@pytest.mark.parametrize(("policy", "roles"), [("tetris", PAIR), ("loongserve", ELASTIC)])
+async def test_policies_that_reuse_nothing_lose_nothing(
+    tiny_llama: Path, policy: str, roles: tuple[GangRole, ...]
+) -> None:
+    """Their prompts stay as well, and go when there is no room for others."""
+    async with real_cell(tiny_llama, make_policy(policy), roles=roles, reuse=REUSE) as cell:
+        assert await talk(cell, tiny_llama, seed=1) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("roles", [PAIR, ELASTIC])
+async def test_conversations_beside_each_other_in_any_layout(
+    tiny_llama: Path, roles: tuple[GangRole, ...]
+) -> None:
+    policy: Any = AnyLayout(3, block=BLOCK)
+    async with real_cell(tiny_llama, policy, roles=roles, reuse=REUSE) as cell:
+        text = np.random.default_rng(5).integers(0, 256, 100).tolist()
+        await answer(ask(cell, text))
+        await at_rest(cell)
+        prompts = [[*text[:cut], *range(cut % 7, 40)] for cut in (100, 90, 64, 50, 33, 17)]
+        running = [ask(cell, prompt) for prompt in prompts]
+        for prompt, said in zip(prompts, await asyncio.gather(*map(answer, running)), strict=True):
+            assert said == reference_tokens(tiny_llama, prompt, TOKENS)
+        assert any(it.cached_tokens for it in running)
+        await at_rest(cell)
+
+
+async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama, reuse=REUSE) as cell:
+        text = np.random.default_rng(5).integers(0, 256, 100).tolist()
+        await answer(ask(cell, text))
+        await at_rest(cell)
+        for owner, salt in ((b"other", None), (b"", "salt"), (b"", ""), (b"sal", "t")):
+            key = PrefixKey.of(owner=owner, salt=salt, block=BLOCK)
+            running = ask(cell, text, key)
+            await answer(running)
+            assert running.cached_tokens == 0
+            await at_rest(cell)
+        running = ask(cell, text)
+        await answer(running)
+        assert running.cached_tokens == 96
+        await at_rest(cell)
+
+
+async def test_a_gang_that_dies_takes_what_it_kept_along(tiny_llama: Path) -> None:
+    async with real_cell(tiny_llama, mortal="prefill", reuse=REUSE) as cell:
+        text = np.random.default_rng(5).integers(0, 256, 100).tolist()
+        await answer(ask(cell, text))
+        await at_rest(cell)
+        cell.gangs["prefill"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        again = ask(cell, text)
+        await cell.start_gang("prefill")
+        cell.publish()
+        assert await answer(again) == reference_tokens(tiny_llama, text, TOKENS)
+        assert again.cached_tokens == 0
+        await at_rest(cell)
