@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from gang_threads import eventually
 from http_over_ranks import Served, served
@@ -65,6 +67,30 @@ async def test_five_turns_say_what_a_fresh_prompt_does(server: Served) -> None:
     assert values["csps:prefix_cache_queries_total"] == 2 * sum(lengths)
     hits = sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths[:-1])
     assert values["csps:prefix_cache_hits_total"] == hits
+
+
+async def test_the_official_client_talks_on(server: Served) -> None:
+    """Each turn holds the server's own last answer, as clients send it."""
+    base = str(server.client.base_url.join("/v1"))
+    async with openai.AsyncOpenAI(base_url=base, api_key=KEYS[0], max_retries=0) as client:
+        said: list[Any] = []
+        for turn in range(5):
+            question = "what comes then? " * (1 if turn else 20)
+            said.append({"role": "user", "content": f"Turn {turn}: {question}"})
+            ask = partial(
+                client.chat.completions.create,
+                model="tiny",
+                messages=said,
+                max_tokens=8,
+                temperature=0,
+            )
+            answer, fresh = await ask(), await ask(extra_body={"cache_salt": f"turn {turn}"})
+            assert answer.choices[0].message == fresh.choices[0].message
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            reused = answer.usage.prompt_tokens_details.cached_tokens
+            assert turn == 0 or (reused or 0) >= BLOCK_TOKENS
+            said.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
 async def test_kv_is_of_one_key_and_one_salt(server: Served) -> None:
