@@ -22,7 +22,7 @@ RATIOS = "3 drop ratios of one level; allowed are one for all KV heads, or 2, on
 
 CONTIGUOUS = (
     "takes contiguous rows, cut at the job's bounds; those that take any others are "
-    "gathered_weights, ulysses"
+    "gathered_weights, ring_kv, ring_q, ulysses"
 )
 
 
