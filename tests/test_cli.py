@@ -98,8 +98,8 @@ def test_check_config_takes_the_replicas_that_there_are(tmp_path: Path, model_di
         (
             {"args__elastic": {"instances": 2}},
             "scheduling: policy csps cannot use an elastic gang: csps, fixed_sp and tetris need "
-            "prefill and decode gangs, loongserve needs an elastic gang, chunked_prefill takes "
-            "either",
+            "prefill and decode gangs, loongserve needs an elastic gang, chunked_prefill and "
+            "context_parallel take either",
         ),
         ({"args__prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         ({"args__model": "/nowhere"}, "no config.json in '/nowhere'"),

@@ -22,6 +22,7 @@ from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import (
     AUTO,
     RING_CLASSES,
+    RINGS,
     RequestClass,
     StrategyChoice,
     StrategyChoices,
@@ -127,6 +128,8 @@ class CostBook:
         known = self._choices.get(bucket)
         if known is not None and known.strategy == strategy:
             return known.reason
+        if strategy in RINGS:
+            return f"'{strategy}', as this server's scheduling policy has it"
         return f"'{strategy}', as nothing was compared yet for such prompts and groups"
 
     def _ring_rule(self, bucket: Bucket) -> str:

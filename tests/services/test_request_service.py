@@ -653,6 +653,15 @@ async def test_no_request_waits_for_the_configurator() -> None:
         assert "10.0.0.3" not in running.plan.reason  # clients read it: nothing of our inside
 
 
+async def test_a_plan_says_that_the_policy_chose_a_ring() -> None:
+    async with fake_cell(policy="context_parallel") as cell:
+        running = cell.submit()
+        await cell.prefilling(running)
+        assert running.plan is not None
+        assert running.plan.strategy == "ring_kv"
+        assert "as this server's scheduling policy has it" in running.plan.reason
+
+
 async def test_a_request_with_a_deadline_fails_at_it() -> None:
     async with fake_cell() as cell:
         running = cell.service.submit(generation(deadline_s=0.05))

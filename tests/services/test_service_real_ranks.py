@@ -99,6 +99,7 @@ async def by_rules(questions: StrategyQuestions) -> StrategyChoices:
 ELASTIC: tuple[GangRole, ...] = ("elastic",)
 POLICIES: dict[str, dict[str, Any]] = {
     "chunked_prefill": {"token_budget": 64, "max_batch": 32, "spread_tokens": 256},
+    "context_parallel": {"short_tokens": 32},
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
     "loongserve": {"tipping_tokens": 300, "scale_up_batch": 2, "max_batch": 32},
@@ -156,6 +157,7 @@ async def answer(running: Running) -> list[int]:
         *((policy, {}) for policy in POLICIES if policy != "loongserve"),
         ("chunked_prefill", {"roles": ELASTIC}),
         ("chunked_prefill", {"roles": ELASTIC, "instances": 1, "tp": 2}),
+        ("context_parallel", {"roles": ELASTIC, "instances": 3}),
         ("loongserve", {"roles": ELASTIC, "instances": 3}),
         ("loongserve", {"roles": ELASTIC, "instances": 2, "tp": 2}),
     ],
@@ -201,7 +203,13 @@ async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path
         await cell.settled()
 
 
-async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "roles"),
+    [("csps", PAIR), ("context_parallel", PAIR), ("context_parallel", ELASTIC)],
+)
+async def test_sparse_attention_that_drops_nothing_says_the_same(
+    tiny_llama: Path, policy: str, roles: Sequence[GangRole]
+) -> None:
     """On one instance and on two, by each strategy, beside exact requests."""
     options = [
         *(
@@ -211,7 +219,7 @@ async def test_sparse_attention_that_drops_nothing_says_the_same(tiny_llama: Pat
         CsaSettings(levels=1, micro_partitions=((1,),), strategy="ntp"),
         None,
     ]
-    async with real_cell(tiny_llama) as cell:
+    async with real_cell(tiny_llama, policy, roles=roles) as cell:
         requests = [
             cell.submit(length, seed=length, csa=csa) for csa in options for length in (5, 20, 511)
         ]

@@ -42,7 +42,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         ({"scheduling": {"polcy": "csps"}}, "has no option 'polcy'; did you mean 'policy'?"),
         (
             {"scheduling": {"policy": "fixed_sp", "short_tokens": 5}},
-            "scheduling: policy fixed_sp has no option 'short_tokens'; it is one of csps",
+            "scheduling: policy fixed_sp has no option 'short_tokens'; it is one of "
+            "context_parallel and csps",
         ),
         (
             {"scheduling": {"overtaking_s": float("inf")}},
@@ -56,8 +57,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
         (
             {"elastic": {}},
             "scheduling: policy csps cannot use an elastic gang: csps, fixed_sp and tetris need "
-            "prefill and decode gangs, loongserve needs an elastic gang, chunked_prefill takes "
-            "either",
+            "prefill and decode gangs, loongserve needs an elastic gang, chunked_prefill and "
+            "context_parallel take either",
         ),
         (
             {**ELASTIC, "prefill": {}, "decode": {"instances": 3}},

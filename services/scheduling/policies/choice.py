@@ -13,6 +13,8 @@ from csps.services.scheduling.policies.chunked_prefill import (
     ChunkedPrefill,
     ChunkedPrefillOptions,
 )
+from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
+from csps.services.scheduling.policies.context_parallel.policy import ContextParallel
 from csps.services.scheduling.policies.csps import Csps
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
@@ -36,6 +38,7 @@ class _Known(NamedTuple):
 
 _POLICIES: dict[str, _Known] = {
     "chunked_prefill": _Known(ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic")),
+    "context_parallel": _Known(ContextParallelOptions, ContextParallel, ("pair", "elastic")),
     "csps": _Known(CspsOptions, Csps, ("pair",)),
     "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
     "loongserve": _Known(LoongServeOptions, LoongServe, ("elastic",)),
@@ -103,9 +106,9 @@ def _names(kind: type[Any]) -> list[str]:
 
 
 def _whose(option: str) -> str:
-    """Text to append for an option that another policy has."""
+    """Text to append for an option that other policies have."""
     owners = [name for name, known in _POLICIES.items() if option in _names(known.options)]
-    return f"; it is one of {owners[0]}" if owners else ""
+    return f"; it is one of {' and '.join(owners)}" if owners else ""
 
 
 def _pick(kind: type[Options], given: dict[str, object]) -> Options:

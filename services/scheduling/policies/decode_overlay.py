@@ -34,6 +34,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
     shares: tuple[Share, ...]
     master: InstanceId
+    answer: tuple[Share, ...] = ()
+    """Who keeps the answer's KV; none named: the master."""
 
 
 class _Holder(msgspec.Struct, eq=False, gc=False):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import (
     DecodePlacement,
     PlannedPiece,
@@ -33,6 +36,16 @@ class Reuse(NamedTuple):
     def ends_ns(self) -> int:
         """When it will have been computed."""
         return max(it.free_at_ns for it in self.spots) + self.time_ns
+
+
+class _Nothing(NamedTuple):
+    tokens: int = 0
+    shares: tuple[Share, ...] = ()
+    taken: Mapping[InstanceId, int] = MappingProxyType({})
+
+
+NOTHING: CachedView = _Nothing()
+"""Of a prompt that is computed whole."""
 
 
 class Reuses:
@@ -71,6 +84,13 @@ def reuse_plan(
     request: RequestView, reuse: Reuse, placed: Placed, *, urgent: bool = False
 ) -> StartPlan:
     """The plan of a step of one request."""
+    step = reuse_step(request, reuse, urgent=urgent)
+    decode = DecodePlacement(request.id, placed.shares, placed.master, placed.answer)
+    return StartPlan(steps=(step,), decode=(decode,))
+
+
+def reuse_step(request: RequestView, reuse: Reuse, *, urgent: bool = False) -> PlannedStep:
+    """Its step."""
     start = reuse.cached.tokens
     step = PlannedStep(
         group=tuple([it.id for it in reuse.spots]),
@@ -80,5 +100,4 @@ def reuse_plan(
         predicted_ns=reuse.time_ns,
         urgent=urgent,
     )
-    decode = DecodePlacement(request.id, placed.shares, placed.master)
-    return StartPlan(steps=(in_zigzag(step),), decode=(decode,))
+    return in_zigzag(step)

@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 200, "spread_tokens": 400},
     "fixed_sp": {"sp": 2, "spread_tokens": 400},
     "chunked_prefill": {"token_budget": 256, "spread_tokens": 400},
+    "context_parallel": {"short_tokens": 200},
 }
 CELLS = [(name, False) for name in POLICIES] + [("chunked_prefill", True)]
 

@@ -220,12 +220,15 @@ CELLS = [
     ("any_layout", "elastic"),
     ("chunked_prefill", "elastic"),
     ("chunked_prefill", "pair"),
+    ("context_parallel", "elastic"),
+    ("context_parallel", "pair"),
     ("csps", "pair"),
     ("fixed_sp", "pair"),
     ("tetris", "pair"),
 ]
 OPTIONS = {
     "chunked_prefill": {"token_budget": 256, "spread_tokens": 200, "max_batch": 6},
+    "context_parallel": {"short_tokens": 100, "max_batch": 6},
     "csps": {"spt_tokens": 200, "short_tokens": 100, "spread_tokens": 200, "max_batch": 6},
     "fixed_sp": {"sp": 2, "spread_tokens": 200, "max_batch": 6},
     "tetris": {"improvement_rate": 0.05, "min_chunk": 1, "spread_tokens": 200, "max_batch": 6},

@@ -53,10 +53,14 @@ def test_everyone_computes_as_much_of_each_piece_as_the_bounds_say(
     assert not any(piece.rows for piece in alone.pieces)
 
 
-@pytest.mark.parametrize("policy", ["fixed_sp", "csps", "tetris"])
+@pytest.mark.parametrize("policy", ["fixed_sp", "csps", "tetris", "context_parallel"])
 @pytest.mark.parametrize("strategy", ["ring_kv", "ring_q"])
 def test_policies_lay_them_out(policy: str, strategy: str) -> None:
-    options = {"fixed_sp": {"sp": 2}, "csps": {"spt_tokens": 500, "short_tokens": 100}}
+    options = {
+        "fixed_sp": {"sp": 2},
+        "csps": {"spt_tokens": 500, "short_tokens": 100},
+        "context_parallel": {"short_tokens": 100},
+    }
     cls = f"{strategy}/exact"
     picture = Picture([waiting(1, 1000, cls=cls)], [Busy(), Busy()])
     (plan,) = plans(list(picture.ask(make_policy(policy, options.get(policy)))))

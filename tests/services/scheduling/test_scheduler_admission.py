@@ -17,6 +17,7 @@ from csps.services.scheduling import events as ev
 from csps.services.scheduling.ids import gang_of
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.sequences import decode_slots
 
 PATIENT = settings(
     max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -195,6 +196,15 @@ CSPS = st.fixed_dictionaries(
 FIXED = st.fixed_dictionaries(
     {"sp": st.integers(1, 8), "steps_per_group": st.integers(1, 2), **DECODE_OPTIONS}
 ).map(lambda options: make_policy("fixed_sp", options))
+RINGS = st.fixed_dictionaries(
+    {
+        "short_tokens": st.integers(0, 80),
+        "jobs_per_instance": st.integers(1, 3),
+        "overtaking_s": st.sampled_from([0.0, 0.001, 10.0]),
+        "least_saving": st.sampled_from([0.0, 0.3, 0.9]),
+        "max_batch": st.integers(1, 4),
+    }
+).map(lambda options: make_policy("context_parallel", options))
 
 CHUNKED = st.fixed_dictionaries({"token_budget": st.integers(4, 40), **DECODE_OPTIONS}).map(
     lambda options: make_policy("chunked_prefill", options)
@@ -202,7 +212,7 @@ CHUNKED = st.fixed_dictionaries({"token_budget": st.integers(4, 40), **DECODE_OP
 
 
 @given(
-    st.one_of(CSPS, FIXED),
+    st.one_of(CSPS, FIXED, RINGS),
     SLOTS,
     SLOTS,
     PLACES,
@@ -266,7 +276,7 @@ def _ridden(reserve: cmd.Reserve) -> list[ev.AnyEvent]:
 
 
 @given(
-    st.one_of(CSPS, FIXED),
+    st.one_of(CSPS, FIXED, RINGS),
     SLOTS,
     SLOTS,
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=12),
@@ -292,7 +302,7 @@ LIMITED = st.lists(
 
 
 @given(
-    st.one_of(CSPS, FIXED),
+    st.one_of(CSPS, FIXED, RINGS),
     LIMITED,
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
@@ -358,7 +368,7 @@ def _life(reserve: cmd.Reserve, step: cmd.RunStep) -> list[ev.AnyEvent]:
         ev.Landed(sequence=sequence, instance=it.instance, tokens=it.stop - it.start)
         for it in reserve.shares
     ]
-    holders = sorted({it.instance for it in reserve.shares} | {reserve.master})
+    holders = sorted(decode_slots(reserve, reserve.output_tokens))
     finished = ev.Finished(sequence=sequence, drawn=reserve.output_tokens)
     freed = [ev.Freed(sequence=sequence, instance=it) for it in holders]
     return [*firsts, *done, *landed, finished, *freed]

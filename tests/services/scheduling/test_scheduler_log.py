@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6},
     "fixed_sp": {"sp": 2, "spread_tokens": 700},
     "tetris": {"improvement_rates": [[1, 0.05], [2, 0.4]], "min_chunk": 1},
+    "context_parallel": {"short_tokens": 100, "max_batch": 6},
     "chunked_prefill": {"token_budget": 100, "spread_tokens": 700, "max_batch": 6},
 }
 TABLE = CostTable(latencies=Unmeasured())

@@ -294,7 +294,7 @@ def test_another_table_is_put_in_force_by_its_digest() -> None:
     ("name", "options", "message"),
     [
         ("cpss", {}, "unknown scheduling policy 'cpss'; did you mean 'csps'?"),
-        ("zzz", {}, "unknown scheduling policy 'zzz'; allowed: chunked_prefill, csps, fixed_sp"),
+        ("zzz", {}, "unknown scheduling policy 'zzz'; allowed: chunked_prefill, context_parallel"),
         ("csps", {"spt_token": 5}, "has no option 'spt_token'; did you mean 'spt_tokens'?"),
         ("csps", {"sp": 5}, "policy csps has no option 'sp'"),
         ("fixed_sp", {"short_tokens": 5}, "policy fixed_sp has no option 'short_tokens'"),

@@ -1,0 +1,273 @@
+"""Context parallelism: groups as large as pays, rings by cost, and keepers that take turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_view import Busy, Picture, gang, group, numbers, plans, sizes, waiting
+from property_examples import examples
+from scheduler_cell import gang_up
+from scheduler_desk import Desk, only
+
+from csps.protocols.errors import ConfigError
+from csps.protocols.messages import Span
+from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.cost import Costs
+from csps.services.scheduling.decisions import Blocked, Decision
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.policies.context_parallel.keepers import Keepers, in_turns
+from csps.services.scheduling.policies.decode_overlay import Placed
+from csps.services.scheduling.policies.reuse import NOTHING
+from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import parts, tokens_on
+
+SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)
+RULES = RingRules(
+    model=RingModel(heads=128, kv_heads=8, element_bytes=2), inside=SPEEDS, between=SPEEDS
+)
+
+
+def ask(picture: Picture, **options: object) -> list[Decision]:
+    return picture.ask(make_policy("context_parallel", {"short_tokens": 100, **options}))
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("least_saving", "size"), [(0.0, 5), (0.1, 5), (0.3, 4), (0.8, 1)])
+def test_a_group_is_as_large_as_pays(least_saving: float, size: int) -> None:
+    """Four take a quarter of the time of one here, and five four fifths of that."""
+    picture = Picture([waiting(1, 20_000)], [Busy(50_000) for _ in range(5)])
+    (plan,) = plans(ask(picture, least_saving=least_saving))
+    assert len(group(plan)) == size
+    assert plan.steps[0].strategy == "ring_kv"
+    assert not plan.steps[0].urgent
+
+
+def test_a_group_does_not_wait_for_whoever_is_long_busy() -> None:
+    prefill = [Busy(long=((9000, 0),)), Busy(), Busy(), Busy(long=((9000, 0),))]
+    (plan,) = plans(ask(Picture([waiting(1, 4000)], prefill)))
+    assert sizes(plan) == {1: 2000, 2: 2000}
+
+
+def test_a_group_without_slots_is_left_out() -> None:
+    prefill = [Busy(100), Busy(3000, long=((90, 0),)), Busy(3000, long=((90, 0),))]
+    (plan,) = plans(ask(Picture([waiting(1, 4000)], prefill)))
+    assert sum(sizes(plan).values()) == 4000
+    assert {1, 2} <= set(group(plan))
+    assert sizes(plan).get(0, 0) <= 100
+
+
+def test_an_instance_is_given_so_many_steps_at_a_time() -> None:
+    requests = [waiting(n, 1000) for n in range(1, 9)]
+    decisions = ask(Picture(requests, [Busy()]), jobs_per_instance=3)
+    assert [numbers(it) for it in plans(decisions)] == [[1], [2], [3]]
+    assert len(decisions) == 3, "the others wait for instances, not for slots"
+
+
+# --- rings -----------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    tokens: int
+    shares: tuple[Share, ...]
+    taken: dict[int, int]
+
+
+class Conversation(Picture):
+    """The prefill gang has kept the beginning of every prompt, on its first two instances."""
+
+    kept = Kept(0, (), {})
+
+    def keep(self, tokens: int) -> None:
+        self.cost = Costs(replace(self.cost.table, rings=RULES))
+        half = tokens // 2
+        first, second = instance_id(1, 0), instance_id(1, 1)
+        shares = (
+            Share(first, 0, half, origin=9),
+            Share(second, half, tokens, origin=9),
+        )
+        self.kept = Kept(tokens, shares, {first: half, second: tokens - half})
+
+    def cached(self, request: object, gang: int) -> Kept:  # type: ignore[override]
+        return self.kept
+
+
+@pytest.mark.parametrize(("new", "ring"), [(200, "ring_q"), (60_000, "ring_kv")])
+def test_what_goes_round_follows_from_how_much_is_new(new: int, ring: str) -> None:
+    picture = Conversation(
+        [waiting(1, 60_000 + new)],
+        [Busy(100_000) for _ in range(4)],
+        [Busy(100_000) for _ in range(2)],
+    )
+    picture.keep(60_000)
+    (plan,) = plans(ask(picture, least_saving=0.0))
+    (step,) = plan.steps
+    assert step.strategy == ring
+    assert {0, 1} <= set(group(plan)), "who holds what is reused"
+    (piece,) = step.pieces
+    assert (piece.start, piece.length) == (60_000, new)
+    assert parts(Span(60_000, 60_000 + new), piece.rows)
+    assert max(sizes(plan).values()) - min(sizes(plan).values()) <= 1
+
+
+def test_a_request_may_ask_for_the_other_variant() -> None:
+    picture = Picture([waiting(1, 4000, cls="ring_q/exact")])
+    (plan,) = plans(ask(picture))
+    assert plan.steps[0].strategy == "ring_q"
+
+
+# --- short prompts, and those without slots --------------------------------------------------
+
+
+def test_short_prompts_run_inside_of_long_steps_where_they_wait_least() -> None:
+    prefill = [Busy(long=((5000, 0),), urgent=50), Busy(long=((9000, 0),))]
+    requests = [waiting(1, 8000), waiting(2, 80)]
+    long, short = plans(ask(Picture(requests, prefill)))
+    assert long.steps[0].urgent is False
+    assert (group(short), short.steps[0].urgent) == ([1], True)
+
+
+def test_a_long_step_is_delayed_for_so_long_and_no_longer() -> None:
+    prefill = [Busy(long=((50, 10),))]
+    requests = [waiting(1, 60), waiting(2, 30)]
+    assert ask(Picture(requests, prefill), overtaking_s=0) == []
+    requests = [waiting(1, 30), waiting(2, 30)]
+    (plan,) = plans(ask(Picture(requests, prefill), overtaking_s=0))
+    assert numbers(plan) == [1]
+
+
+def test_when_the_oldest_finds_no_slots_all_wait_short_ones_too() -> None:
+    picture = Picture([waiting(1, 2000), waiting(2, 50)], decode=[Busy(1000)])
+    assert ask(picture) == [Blocked(request=1)]
+
+
+def test_a_batch_is_as_large_as_it_may_be() -> None:
+    requests = [waiting(n, 10) for n in range(1, 9)]
+    decisions = ask(Picture(requests, decode=[Busy(requests=2), Busy()]), max_batch=5)
+    assert [type(it).__name__ for it in decisions] == ["StartPlan"] * 3 + ["Blocked"]
+
+
+# --- keepers ---------------------------------------------------------------------------------
+
+
+def held_at(placed: Placed, stop: int, instances: list[int]) -> list[int]:
+    """Tokens below a position on each instance."""
+    shares = (*placed.shares, *placed.answer)
+    return [
+        sum(p < stop for it in shares if it.instance == one for p in it.span.positions)
+        for one in instances
+    ]
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 40))
+def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output: int) -> None:
+    keepers = Keepers(gang(2, [Busy(1000)] * n, prefill=False), 4)
+    request = waiting(1, prompt, output)
+    instances = list(keepers.free)
+    placed = keepers.spread(request)
+    assert placed.master in instances
+    for stop in range(prompt, prompt + output + 1):
+        held = held_at(placed, stop, instances)
+        assert sum(held) == stop
+        assert max(held) - min(held) <= 1
+    masters = []
+    for _ in range(n):
+        keepers.take(placed)
+        masters.append(placed.master)
+        placed = keepers.spread(request)
+    assert sorted(masters) == sorted(instances), "masters take turns as well"
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(lambda it: sum(it) > 1), st.data()
+)
+def test_who_has_no_slots_left_drops_out(free: list[int], data: st.DataObject) -> None:
+    total = data.draw(st.integers(2, sum(free)))
+    prompt = data.draw(st.integers(1, total - 1))
+    keepers = Keepers(gang(2, [Busy(it) for it in free], prefill=False), 1)
+    assert keepers.has_room(total)
+    assert not keepers.has_room(sum(free) + 1)
+    placed = keepers.spread(waiting(1, prompt, total - prompt))
+    assert parts(Span(0, prompt), placed.shares)
+    assert parts(Span(prompt, total), placed.answer)
+    keepers.take(placed)
+    assert min(keepers.free.values()) >= 0
+    assert sum(keepers.free.values()) == sum(free) - total
+    assert not keepers.has_room(1), "a batch of one"
+
+
+def test_turns_by_hand() -> None:
+    turns = in_turns(10, 8, [(7, 4), (8, 1), (9, 9)])
+    kept = sorted((p, it.instance) for it in turns for p in it.span.positions)
+    assert kept == list(zip(range(10, 18), [7, 8, 9, 7, 9, 7, 9, 7], strict=True))
+
+
+def test_on_one_gang_kv_stays_where_it_was_computed() -> None:
+    """And the answer's goes there, or anywhere if there are no slots left."""
+    keepers = Keepers(gang(2, [Busy(50), Busy(50), Busy(50)], prefill=False), 4)
+    first, second, third = keepers.free
+    rows = (Share(first, 0, 10), Share(second, 10, 20), Share(first, 20, 29))
+    placed = keepers.in_place(waiting(1, 29, 21), NOTHING, rows)
+    assert placed.shares == rows
+    assert tokens_on(placed.answer) == {second: 11, first: 10}
+    assert tokens_on(keepers.in_place(waiting(1, 29, 121), NOTHING, rows).answer)[third] == 50
+
+
+# --- an elastic gang -------------------------------------------------------------------------
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.integers(5, 120), min_size=1, max_size=6),
+    st.integers(0, 80),
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, 80)), min_size=1, max_size=8),
+)
+def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
+    slots: list[int], short: int, requests: list[tuple[int, int]]
+) -> None:
+    desk = Desk(make_policy("context_parallel", {"short_tokens": short}))
+    desk.turn(gang_up(1, slots, prefill=True, decode=True, max_positions=300))
+    for prompt, output in requests:
+        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        commands = desk.turn(desk.submit(prompt, output))
+        assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
+        if refusal is None:
+            (reserve,), (step,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+            done = [ev.StepDone(step=step.step, instance=it, took_ns=1) for it in step.group]
+            holders = decode_slots(reserve, output)
+            assert sum(holders.values()) == prompt + output
+            desk.turn(ev.FirstToken(sequence=reserve.sequence), *done)
+            freed = [ev.Freed(sequence=reserve.sequence, instance=it) for it in holders]
+            desk.turn(ev.Finished(sequence=reserve.sequence, drawn=output), *freed)
+    assert desk.scheduler.counts == (0, 0, 0.0, 0.0)
+
+
+# --- settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"least_savings": 0.2}, "has no option 'least_savings'; did you mean 'least_saving'?"),
+        ({"least_saving": 1.0}, r"option least_saving must be in \[0, 1\), not 1.0"),
+        ({"jobs_per_instance": 0}, "option jobs_per_instance must be at least 1, not 0"),
+        ({"short_tokens": -1}, "option short_tokens must be at least 0, not -1"),
+        ({"spt_tokens": 5}, "has no option 'spt_tokens'; it is one of csps"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_policy("context_parallel", options)
+    with pytest.raises(ConfigError, match="did you mean 'context_parallel'"):
+        make_policy("context_paralel")
