@@ -70,12 +70,12 @@ class ScriptedMetrics(Metrics):
 
 def make_api(*, rate: float, streams: int) -> Starlette:
     """The application."""
-    intake = RequestParser(Settings())
+    parser = RequestParser(Settings())
     text = "The quick brown fox jumps over the lazy dog. " * 4
-    script = intake.tokenizer.encode(text, add_special_tokens=False)
+    script = parser.tokenizer.encode(text, add_special_tokens=False)
     engine = ScriptedEngine(script, rate=rate, streams=streams)
     api = Api(
-        intake=intake,
+        parser=parser,
         engine=engine,
         keys=ApiKeys([]),
         metrics=ScriptedMetrics("needle"),

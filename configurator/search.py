@@ -6,7 +6,7 @@ at everything, and is the Oracle that answers are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -78,10 +78,6 @@ class Question:
         """How far bounds are broken, relatively; 0 where both are kept."""
         late = max(0.0, found.seconds / self.most_seconds - 1)
         return late + max(0.0, found.loss - self.most_loss)
-
-
-Search = Callable[[Question, Space, Loss], Answer]
-"""`enumerated` or `exhaustive`."""
 
 
 def enumerated(question: Question, space: Space, loss: Loss) -> Answer:

@@ -28,11 +28,6 @@ class Timed:
         """To the first text."""
         return self.chunk_s[0]
 
-    @property
-    def gaps_s(self) -> list[float]:
-        """Between chunks."""
-        return [b - a for a, b in zip(self.chunk_s, self.chunk_s[1:], strict=False)]
-
 
 def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> Timed:
     """POST a streaming request and time its chunks."""

@@ -132,31 +132,6 @@ class Layer:
             self._add_product(x_td[block], activated, weights.down, out_td[block])
         return self._reduced(x_td, out_td, weights.down_bias)
 
-    @property
-    def q_weight(self) -> Tensor:
-        """(query heads of this rank x head dim, hidden), a view of the fused weight."""
-        return self._qkv_weights()[0]
-
-    @property
-    def k_weight(self) -> Tensor:
-        """(KV heads of this rank x head dim, hidden), a view of the fused weight."""
-        return self._qkv_weights()[1]
-
-    @property
-    def v_weight(self) -> Tensor:
-        """(KV heads of this rank x head dim, hidden), a view of the fused weight."""
-        return self._qkv_weights()[2]
-
-    @property
-    def o_weight(self) -> Tensor:
-        """(hidden, query heads of this rank x head dim)."""
-        return self.weights.output
-
-    def _qkv_weights(self) -> tuple[Tensor, ...]:
-        queries = len(self.share.query_heads) * self.spec.head_dim
-        keys = len(self.share.kv_heads) * self.spec.head_dim
-        return torch.split(self.weights.qkv, [queries, keys, keys])
-
     def _rows_of_heads(self, qkv: Tensor, queries: slice, keys: slice) -> Tensor:
         """Rows of the fused weight, or entries of its bias."""
         dim, heads = self.spec.head_dim, len(self.share.query_heads)

@@ -113,7 +113,8 @@ class CspsOptions(_CsaOptions):
     """What this server can trade, request by request."""
 
     objective: Literal["ttft", "accuracy"] | None = None
-    """What to make the best of within the bound on the other; None takes the server's default."""
+    """What to make the best of within the bound on the other. None is "ttft", or "accuracy" where
+    `max_ttft_ms` is the only bound."""
     max_accuracy_loss: Annotated[float, between(0, 1)] | None = None
     """Share of accuracy that may be lost."""
     max_ttft_ms: Annotated[float, above(0)] | None = None

@@ -102,7 +102,7 @@ async def served(
             _service(prefill, decode, scheduler, costs, settings, metrics)
         )
         api = Api(
-            intake=RequestParser(settings),
+            parser=RequestParser(settings),
             engine=service,
             keys=ApiKeys(keys),
             metrics=metrics,

@@ -75,7 +75,7 @@ async def serve(
     )
     metrics.watch(service)
     api = Api(
-        intake=RequestParser(settings),
+        parser=RequestParser(settings),
         engine=service,
         keys=ApiKeys([]),
         metrics=metrics,

@@ -1,8 +1,8 @@
 """Increasing numbers, written where they outlive whoever asked for them.
 
 Routers are fenced by their generation (`protocols.fence`), gangs are told apart by their
-incarnation (`services.membership`). A number is stored before it is handed out, so that no restart
-hands it out again.
+incarnation (`services.cluster.membership`). A number is stored before it is handed out, so that no
+restart hands it out again.
 """
 
 from __future__ import annotations

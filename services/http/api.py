@@ -79,7 +79,7 @@ class Read(Protocol):
 class Api:
     """The handlers of all routes."""
 
-    intake: RequestParser
+    parser: RequestParser
     engine: Engine
     keys: ApiKeys
     metrics: Metrics
@@ -102,11 +102,11 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
-        return await self._generate(request, self.intake.completion, "text_completion")
+        return await self._generate(request, self.parser.completion, "text_completion")
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
-        return await self._generate(request, self.intake.chat, "chat")
+        return await self._generate(request, self.parser.chat, "chat")
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -117,8 +117,8 @@ class Api:
         """`GET /v1/models/{model}`."""
         self.keys.check(request.headers.get("authorization"))
         wanted = request.path_params["model"]
-        if wanted != self.intake.model:
-            raise ModelNotFound(model=wanted, served=self.intake.model)
+        if wanted != self.parser.model:
+            raise ModelNotFound(model=wanted, served=self.parser.model)
         return JSONResponse(self._card().model_dump())
 
     async def health(self, request: Request) -> Response:
@@ -147,7 +147,7 @@ class Api:
         self.engine.check_room()
         with self.lanes.holding() as held:
             body = await read_body(
-                request, self.max_body_bytes, grown=held.grown, deadlines=self.intake.deadlines
+                request, self.max_body_bytes, grown=held.grown, deadlines=self.parser.deadlines
             )
             arrival = Arrival(request_id=request_id, slo=slo, fit=self.engine.fit, owner=owner)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
@@ -164,18 +164,18 @@ class Api:
         self, accept: Callable[[], Awaitable[Accepted]], trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
         accepted = await accept()
-        trace.accepted(accepted.generation, self.intake.model)
+        trace.accepted(accepted.generation, self.parser.model)
         running = self.engine.submit(accepted.generation)
         exchange = GeneratedResponse(
-            accepted, running, tokenizer=self.intake.tokenizer, trace=trace
+            accepted, running, tokenizer=self.parser.tokenizer, trace=trace
         )
         return exchange, accepted.request.stream
 
     def _card(self) -> ModelCard:
-        longest, fit = self.intake.max_positions, self.engine.fit
+        longest, fit = self.parser.max_positions, self.engine.fit
         if fit is not None:
             longest = min(longest, fit.promised)
-        return ModelCard(id=self.intake.model, created=_STARTED, max_model_len=longest)
+        return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)
 
 
 _STARTED = int(time.time())

@@ -2,8 +2,8 @@
 
 Neither Serve nor uvicorn, its HTTP server, has a deadline for headers: half a request line would
 hold a connection, and with it a file descriptor, for as long as the client likes. HAProxy has one,
-which `services.http_front` sets; this is the same for Serve's own proxies and for the port of the
-router behind them.
+which `services.launch.http_front` sets; this is the same for Serve's own proxies and for the port
+of the router behind them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeaderDeadlineProtocol(HttpToolsProtocol):
     """uvicorn's connection, with a deadline for headers.
 
     It holds as well for the rest of a body after the answer, which is read by nobody. A body before
-    its answer has deadlines of its own (`services.http_body`), and so has the wait for a next
+    its answer has deadlines of its own (`services.http.body`), and so has the wait for a next
     request on a connection that is kept alive (uvicorn's).
     """
 

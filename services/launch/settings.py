@@ -1,9 +1,9 @@
 """What an operator can set: the `args` of the application in `config.yaml`.
 
 Every model is frozen, an unknown key is an error that names the nearest right one, and every
-message fits on one line (`parse_settings`, and `Settings.model_validate`, which Ray Serve calls).
+message fits on one line (`Settings.model_validate`, which Ray Serve calls).
 The secret between router and ranks and the API keys are *not* settings of this file's models that
-Ray would print: they come from the environment or from a file (`services.secrets`).
+Ray would print: they come from the environment or from a file (`services.launch.credentials`).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class QueueSettings(Section):
 class HttpSettings(Section):
     """Patience with clients that stop in the middle of a request; each gets a 408.
 
-    That for headers belongs to the HTTP front (`services.header_deadline`).
+    That for headers belongs to the HTTP front (`services.http.header_deadline`).
     """
 
     body_deadline_s: Seconds = 60.0

@@ -67,7 +67,7 @@ class Router:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve once the constructor has returned."""
         api = Api(
-            intake=RequestParser(self._settings),
+            parser=RequestParser(self._settings),
             engine=self._service,
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,

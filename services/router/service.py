@@ -22,6 +22,7 @@ from csps.services.router.steps import Steps
 from csps.services.router.turns import Recorder, Turns
 from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
 from csps.services.scheduling.fit import Fit
+from csps.services.scheduling.policies.choice import own_way
 from csps.services.scheduling.scheduler import Counts, Scheduler
 from csps.services.telemetry.observer import NoObserver, Observer
 
@@ -177,16 +178,17 @@ class RequestService:
         )
         if refusal is not None:
             raise error_of(refusal)
-        if generation.strategy is not None and not self._scheduler.whole_prompts:
+        policy = self._scheduler.policy_name
+        if generation.strategy is not None and (way := own_way(policy)):
             raise InvalidRequest(
-                f"'{generation.strategy}' is a strategy of prefill steps, and this server computes "
-                "prompts in pieces beside answers",
+                f"'{generation.strategy}' cannot be chosen here: the policy of this server, "
+                f"'{policy}', computes prompts {way}",
                 param="csps.strategy",
             )
         if generation.csa is not None:
             if not self._scheduler.whole_prompts:
                 raise InvalidRequest(
-                    "sparse attention needs whole prompts, and this server computes them in pieces",
+                    f"the policy of this server, '{policy}', computes all prompts exactly",
                     param="csps.attention",
                 )
             check_csa(

@@ -152,7 +152,8 @@ class Policy(Protocol):
 
     @property
     def whole_prompts(self) -> bool:
-        """A prompt is computed at once: what sparse attention needs."""
+        """A prompt is computed at once and by the strategies of its class: what sparse attention
+        needs."""
         ...
 
     def trial(self, pair: PairView) -> Trial:

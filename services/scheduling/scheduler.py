@@ -186,8 +186,13 @@ class Scheduler:
         return self._requests.fit
 
     @property
+    def policy_name(self) -> str:
+        """As in the settings."""
+        return self._policy.name
+
+    @property
     def whole_prompts(self) -> bool:
-        """The policy has every prompt computed at once, as sparse attention needs it."""
+        """The policy has prompts computed as sparse attention needs it."""
         return self._policy.whole_prompts
 
     @property

@@ -1,8 +1,8 @@
 """What a policy sees: the scheduler's live state, borrowed for one round and read-only.
 
-Nothing is copied: a picture of ten thousand waiting requests costs 20 ms. Iterators and objects are
-valid until `decide` returns, and a type checker refuses every attempt to change them. A policy that
-tries things out keeps what differs in an overlay of its own (`policies/`).
+Nothing is copied: a snapshot of ten thousand waiting requests costs 20 ms. Iterators and objects
+are valid until `decide` returns, and a type checker refuses every attempt to change them. A policy
+that tries things out keeps what differs in an overlay of its own (`policies/`).
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 async def router(tiny_llama: Path) -> AsyncIterator[tuple[str, int]]:
     patience = HttpSettings(body_silence_s=PATIENCE_S)
     settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
-    intake = RequestParser(settings)
+    parser = RequestParser(settings)
     api = Api(
-        intake=intake,
-        engine=FakeEngine(intake.tokenizer, "Yes."),
+        parser=parser,
+        engine=FakeEngine(parser.tokenizer, "Yes."),
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
         max_body_bytes=1_000_000,

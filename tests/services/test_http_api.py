@@ -32,19 +32,19 @@ DEADLINE_S = 20
 
 
 @pytest.fixture(scope="module")
-def intake(tiny_llama: Path) -> RequestParser:
+def parser(tiny_llama: Path) -> RequestParser:
     return RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
 
 
 @pytest.fixture
-async def engine(intake: RequestParser) -> FakeEngine:
-    return FakeEngine(intake.tokenizer, ANSWER)
+async def engine(parser: RequestParser) -> FakeEngine:
+    return FakeEngine(parser.tokenizer, ANSWER)
 
 
 @pytest.fixture
-def api(intake: RequestParser, engine: FakeEngine) -> Api:
+def api(parser: RequestParser, engine: FakeEngine) -> Api:
     return Api(
-        intake=intake,
+        parser=parser,
         engine=engine,
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
@@ -76,7 +76,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 async def test_a_completion(
-    client: httpx.AsyncClient, intake: RequestParser, engine: FakeEngine
+    client: httpx.AsyncClient, parser: RequestParser, engine: FakeEngine
 ) -> None:
     response = await client.post(
         "/v1/completions", json=completion(), headers={"x-request-id": "me-1"}
@@ -86,7 +86,7 @@ async def test_a_completion(
         {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}
     ]
     assert body["id"] == "cmpl-me-1"
-    prompt = len(intake.tokenizer.encode("Say it."))
+    prompt = len(parser.tokenizer.encode("Say it."))
     drawn = len(engine.script) + 1
     assert body["usage"] == {
         "prompt_tokens": prompt,
@@ -129,13 +129,13 @@ async def test_a_chat(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine, intake: RequestParser, stream: bool
+    client: httpx.AsyncClient, engine: FakeEngine, parser: RequestParser, stream: bool
 ) -> None:
     response = await client.post(
         "/v1/completions", json=completion(stop=[" END", "never"], stream=stream)
     )
     shown = ANSWER.partition(" END")[0]
-    drawn = len(intake.tokenizer.encode(shown + " END", add_special_tokens=False))
+    drawn = len(parser.tokenizer.encode(shown + " END", add_special_tokens=False))
     if stream:
         choices = [chunk["choices"][0] for chunk in events(response.text)]
         assert "".join(choice["text"] for choice in choices) == shown
@@ -250,9 +250,9 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     )
 
 
-async def test_models(client: httpx.AsyncClient, intake: RequestParser) -> None:
+async def test_models(client: httpx.AsyncClient, parser: RequestParser) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
-    assert (card["id"], card["max_model_len"]) == ("tiny", intake.max_positions)
+    assert (card["id"], card["max_model_len"]) == ("tiny", parser.max_positions)
     assert (await client.get("/v1/models/tiny")).json() == card
     assert (await client.get("/v1/models/other")).status_code == 404
 
@@ -355,13 +355,13 @@ async def test_a_least_answer_beyond_the_default_length_is_refused(
 
 
 async def test_too_long_names_both_numbers(
-    client: httpx.AsyncClient, intake: RequestParser
+    client: httpx.AsyncClient, parser: RequestParser
 ) -> None:
     response = await client.post("/v1/completions", json=completion(max_tokens=10_000_000))
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert str(intake.max_positions) in error["message"]
+    assert str(parser.max_positions) in error["message"]
     assert "10000000" in error["message"]
 
 

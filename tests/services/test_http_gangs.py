@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
-def intake(tiny_llama: Path) -> RequestParser:
+def parser(tiny_llama: Path) -> RequestParser:
     return RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
 
 
@@ -66,10 +66,10 @@ class Server:
 
 
 @asynccontextmanager
-async def served(intake: RequestParser, **options: Any) -> AsyncIterator[Server]:
+async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]:
     async with fake_cell(**options) as cell:
         api = Api(
-            intake=intake,
+            parser=parser,
             engine=cell.service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),
@@ -90,8 +90,8 @@ def check_error(response: httpx.Response, status: int, code: str) -> None:
 # --- nothing of our inside -------------------------------------------------------------------
 
 
-async def test_health_names_no_address(intake: RequestParser) -> None:
-    async with served(intake) as server:
+async def test_health_names_no_address(parser: RequestParser) -> None:
+    async with served(parser) as server:
         await server.cell.prefill.kill(0)
         await until(lambda: "cannot connect to 127.0.0.1" in server.cell.cluster.trouble)
         response = await server.client.get("/health")
@@ -99,11 +99,11 @@ async def test_health_names_no_address(intake: RequestParser) -> None:
         assert response.json()["reason"] == "waiting for a prefill gang"
 
 
-async def test_explain_names_no_address_of_the_configurator(intake: RequestParser) -> None:
+async def test_explain_names_no_address_of_the_configurator(parser: RequestParser) -> None:
     async def fails(questions: StrategyQuestions) -> StrategyChoices:
         raise ConnectionError("cannot connect to 10.0.0.3:41235")
 
-    async with served(intake, configure=fails) as server:
+    async with served(parser, configure=fails) as server:
         server.cell.runs_by_itself()
         response = await server.complete(csps={"explain": True})
         assert "nothing was compared yet" in response.json()["csps"]["plan"]["reason"]
@@ -113,8 +113,8 @@ async def test_explain_names_no_address_of_the_configurator(intake: RequestParse
 # --- faults that are worth another try -------------------------------------------------------
 
 
-async def test_a_request_cut_off_by_the_shutdown_may_come_again(intake: RequestParser) -> None:
-    async with served(intake) as server:
+async def test_a_request_cut_off_by_the_shutdown_may_come_again(parser: RequestParser) -> None:
+    async with served(parser) as server:
         request = asyncio.ensure_future(server.complete())
         await until(lambda: server.cell.prefill.leader.jobs)
         await server.cell.service.close(0.0)
@@ -129,16 +129,16 @@ async def failed_by_a_rank(server: Server, code: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("code", ["TransferError", "ConnectionLost"])
-async def test_a_fault_that_passes_may_be_tried_again(intake: RequestParser, code: str) -> None:
-    async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
+async def test_a_fault_that_passes_may_be_tried_again(parser: RequestParser, code: str) -> None:
+    async with served(parser, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 503, "unavailable")
 
 
 @pytest.mark.parametrize("code", ["ProtocolError", "BadLogits", "KeyError"])
 async def test_a_mistake_of_the_ranks_is_one_of_the_server(
-    intake: RequestParser, code: str, caplog: pytest.LogCaptureFixture
+    parser: RequestParser, code: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with served(intake, limits=QueueLimits(max_attempts=1)) as server:
+    async with served(parser, limits=QueueLimits(max_attempts=1)) as server:
         check_error(await failed_by_a_rank(server, code), 500, "internal_error")
     assert len([it for it in caplog.records if it.levelname == "ERROR" and it.exc_info]) == 1
     assert code in caplog.text
@@ -147,13 +147,13 @@ async def test_a_mistake_of_the_ranks_is_one_of_the_server(
 # --- how much a request may have -------------------------------------------------------------
 
 
-async def test_the_model_card_promises_what_the_gangs_can_hold(intake: RequestParser) -> None:
+async def test_the_model_card_promises_what_the_gangs_can_hold(parser: RequestParser) -> None:
     prefill = FakeGang("prefill", "p1", kv_slots=2000)
-    async with served(intake, prefill=prefill) as server:
+    async with served(parser, prefill=prefill) as server:
         server.cell.runs_by_itself()
         card = (await server.client.get("/v1/models/tiny")).json()
         promised = card["max_model_len"]
-        assert promised == 4000 < intake.max_positions
+        assert promised == 4000 < parser.max_positions
         fits = await server.complete(prompt=[1] * (promised - 2), max_tokens=2)
         assert fits.status_code == 200
         too_long = await server.complete(prompt=[1] * (promised + 1), max_tokens=2)
@@ -161,10 +161,10 @@ async def test_the_model_card_promises_what_the_gangs_can_hold(intake: RequestPa
 
 
 async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
-    intake: RequestParser,
+    parser: RequestParser,
 ) -> None:
     decode = FakeGang("decode", "d1", kv_slots=100)
-    async with served(intake, decode=decode) as server:
+    async with served(parser, decode=decode) as server:
         server.cell.runs_by_itself()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
         response = await server.client.post("/v1/chat/completions", json=body)
@@ -174,10 +174,10 @@ async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
 # --- before admission ------------------------------------------------------------------------
 
 
-async def test_a_full_queue_reads_no_body(intake: RequestParser) -> None:
+async def test_a_full_queue_reads_no_body(parser: RequestParser) -> None:
     closed = FakeGang("prefill", "p1")
     closed.may_connect.clear()
-    async with served(intake, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
+    async with served(parser, limits=ONE_AT_A_TIME, prefill=closed, ready=False) as server:
         waiting = server.cell.submit()
         await until(lambda: server.cell.service.counts.waiting == 1)
         head = await server.half_a_request()
@@ -189,12 +189,12 @@ async def test_a_full_queue_reads_no_body(intake: RequestParser) -> None:
 @pytest.mark.parametrize("deadline", ["body_deadline_s", "body_silence_s"])
 async def test_a_body_has_a_deadline(tiny_llama: Path, deadline: str) -> None:
     http = HttpSettings(**{deadline: 0.01})
-    intake = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny", http=http))
-    async with served(intake) as server:
+    parser = RequestParser(Settings(model=str(tiny_llama), served_model_name="tiny", http=http))
+    async with served(parser) as server:
         assert (await server.half_a_request()).startswith(b"HTTP/1.1 408 ")
 
 
-class GatedIntake(RequestParser):
+class GatedParser(RequestParser):
     """Takes as long over large bodies as a test likes."""
 
     def __init__(self, settings: Settings) -> None:
@@ -211,18 +211,18 @@ class GatedIntake(RequestParser):
 
 
 async def test_short_requests_do_not_wait_for_large_bodies(tiny_llama: Path) -> None:
-    intake = GatedIntake(Settings(model=str(tiny_llama), served_model_name="tiny"))
-    async with served(intake) as server:
+    parser = GatedParser(Settings(model=str(tiny_llama), served_model_name="tiny"))
+    async with served(parser) as server:
         server.cell.runs_by_itself()
         prompt = "x" * LARGE_BODY_BYTES
         large = [asyncio.ensure_future(server.complete(prompt=prompt)) for _ in range(40)]
         try:
             for _ in range(LARGE_AT_ONCE):
-                assert await asyncio.to_thread(intake.large.acquire, timeout=DEADLINE_S)
+                assert await asyncio.to_thread(parser.large.acquire, timeout=DEADLINE_S)
             assert (await server.complete()).status_code == 200
-            assert not intake.large.acquire(blocking=False), "more at once than there are lanes"
+            assert not parser.large.acquire(blocking=False), "more at once than there are lanes"
         finally:
-            intake.gate.set()
+            parser.gate.set()
             answers = await asyncio.gather(*large)
         assert {answer.status_code for answer in answers} == {400}  # too long for the gangs
 
@@ -308,11 +308,11 @@ async def test_bytes_that_a_thread_still_reads_are_counted_when_the_client_has_g
 
 
 async def test_large_bodies_that_arrive_are_bounded(
-    intake: RequestParser, monkeypatch: pytest.MonkeyPatch
+    parser: RequestParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = LARGE_BODY_BYTES + 1
     monkeypatch.setattr(body_budget, "MAX_LARGE_BYTES", 2 * size)
-    async with served(intake) as server:
+    async with served(parser) as server:
         server.cell.runs_by_itself()
         prompt = "x" * size
         async with server.sending(10 * size, bytes(size)):

@@ -158,15 +158,21 @@ async def test_on_a_pair_the_gang_that_decodes_is_ridden() -> None:
 
 async def test_sparse_attention_is_refused_where_prompts_are_computed_in_pieces() -> None:
     async with riding() as cell:
-        with pytest.raises(InvalidRequest, match="whole prompts"):
+        with pytest.raises(InvalidRequest, match="computes all prompts exactly"):
             cell.submit(attention="csa", csa=CsaSettings())
 
 
 @pytest.mark.parametrize("strategy", ASKED_RINGS)
 async def test_rings_are_refused_there_as_well(strategy: AskedRing) -> None:
     async with riding() as cell:
-        with pytest.raises(InvalidRequest, match=f"'{strategy}' is a strategy of prefill steps"):
+        with pytest.raises(InvalidRequest, match=rf"'{strategy}' cannot .* in pieces"):
             cell.submit(strategy=strategy)
+
+
+async def test_rings_are_refused_where_the_policy_chooses_them() -> None:
+    async with fake_cell(elastic=FakeGang("elastic", "e1"), policy="loongserve") as cell:
+        with pytest.raises(InvalidRequest, match=r"'ring_q' cannot .* that it chooses itself"):
+            cell.submit(strategy="ring_q")
 
 
 async def test_a_crowd_of_riders_outlives_its_gang() -> None:

@@ -34,14 +34,20 @@ class _Known(NamedTuple):
     options: type[Any]
     policy: Callable[[Any, DecodeOptions], Policy]
     pairings: tuple[Pairing, ...]
+    own_way: str = ""
+    """How it computes prompts, where a request cannot choose a strategy for them."""
 
 
 _POLICIES: dict[str, _Known] = {
-    "chunked_prefill": _Known(ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic")),
+    "chunked_prefill": _Known(
+        ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic"), "in pieces beside answers"
+    ),
     "context_parallel": _Known(ContextParallelOptions, ContextParallel, ("pair", "elastic")),
     "csps": _Known(CspsOptions, Csps, ("pair",)),
     "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
-    "loongserve": _Known(LoongServeOptions, LoongServe, ("elastic",)),
+    "loongserve": _Known(
+        LoongServeOptions, LoongServe, ("elastic",), "around rings that it chooses itself"
+    ),
     "tetris": _Known(TetrisOptions, Tetris, ("pair",)),
 }
 
@@ -61,7 +67,7 @@ def make_policy(
     """
     if name not in _POLICIES:
         raise ConfigError(f"unknown scheduling policy {abridged(name)}{nearest(name, _POLICIES)}")
-    of_policy, policy, _ = _POLICIES[name]
+    of_policy, policy, *_ = _POLICIES[name]
     given = dict(options or {})
     decode = _pick(DecodeOptions, given)
     chosen = _pick(of_policy, given)
@@ -70,6 +76,12 @@ def make_policy(
         hint = _whose(option) or nearest(option, known)
         raise ConfigError(f"policy {name} has no option {abridged(option)}{hint}")
     return policy(chosen, decode)
+
+
+def own_way(name: str) -> str:
+    """How a policy computes all prompts, behind "computes prompts"; empty where the strategy that a
+    request asks for is kept."""
+    return _POLICIES[name].own_way if name in _POLICIES else ""
 
 
 def check_pairing(name: str, pairing: Pairing) -> None:

@@ -171,7 +171,7 @@ class CspsPair:
 
         A part of a long step costs about as much as a short prompt, so it counts as one. Of equal
         instances the one that was overtaken less since it has long steps: the members of a step
-        wait for one another, so it is held up least when all give way alike.
+        wait for one another, so it is held up least when all are preempted alike.
         """
         vain = self._vain  # slots and budgets only become less in a round
         if vain and tokens >= vain[0] and predicted_ns >= vain[1]:

@@ -1,0 +1,42 @@
+"""Rings that requests ask for, of prompts that are computed in chunks, on real ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from test_service_real_ranks import answer, real_cell
+from tiny_checkpoints import reference_tokens
+
+from csps.protocols.messages import Sampling
+from csps.protocols.plans import ASKED_RINGS
+from csps.services.router.running import Generation
+from csps.services.scheduling.policies.choice import make_policy
+
+TOKENS = 6
+
+
+async def test_every_chunk_keeps_the_ring_that_was_asked_for(tiny_llama: Path) -> None:
+    """Side by side, so that later prompts begin on fewer instances than they end on."""
+    policy = make_policy("tetris", {"improvement_rate": 0.0, "min_chunk": 32})
+    async with real_cell(tiny_llama, policy) as cell:
+        running = [
+            cell.service.submit(
+                Generation(
+                    request_id=f"r{seed}",
+                    prompt=np.random.default_rng(seed).integers(0, 256, 200 + 90 * seed, np.int32),
+                    sampling=Sampling(temperature=0.0, max_tokens=TOKENS),
+                    strategy=ring,
+                )
+            )
+            for seed, ring in enumerate(2 * ASKED_RINGS)
+        ]
+        answers = await asyncio.gather(*map(answer, running))
+        for it, tokens in zip(running, answers, strict=True):
+            prompt = it.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, TOKENS)
+            assert it.plan is not None
+            asked = it.generation.strategy
+            assert it.plan.strategy == ("ring_kv" if asked == "ring" else asked)
+        await cell.settled()
