@@ -31,6 +31,9 @@ from csps.loadgen.results.slo import Slo
 from csps.protocols.errors import ConfigError, FaultError
 
 WARMUP_USERS = 4
+SEED_STEP = 1_000_003
+"""Between the seeds of runs whose prompts must differ: large, so that users who count seeds up do
+not come upon them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -110,7 +113,7 @@ class Target:
         if not arguments.num_warmups:
             return
         others = argparse.Namespace(**vars(arguments))
-        others.seed = arguments.seed + 1_000_003
+        others.seed = arguments.seed + SEED_STEP
         others.num_prompts, others.save_trace, others.turns = arguments.num_warmups, None, 1
         chosen = choose(others, chat=self.api.chat, positions=self.positions)
         asker = Asker(self.server, self.api, request_timeout_s=arguments.request_timeout)

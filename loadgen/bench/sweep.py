@@ -14,7 +14,7 @@ from csps.loadgen.bench import options
 from csps.loadgen.bench.chosen import choose
 from csps.loadgen.bench.limits import Limits
 from csps.loadgen.bench.rate_search import RateSearch
-from csps.loadgen.bench.serve import Target, measure, run_of
+from csps.loadgen.bench.serve import SEED_STEP, Target, measure, run_of
 from csps.loadgen.results.files import write_result
 from csps.loadgen.results.result import Result
 from csps.loadgen.results.slo import Slo
@@ -68,7 +68,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Sweep:
-    """Runs at several rates against one server; every run's result is a file."""
+    """Runs at several rates against one server, each with prompts of its own; every run's result is
+    a file."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -144,6 +145,7 @@ class Sweep:
     async def _measure(
         self, target: Target, arguments: argparse.Namespace, label: str, limits: Limits | None
     ) -> Result:
+        arguments = _changed(arguments, seed=self._next_seed())
         chosen = choose(arguments, chat=target.api.chat, positions=target.positions)
         run = replace(run_of(target, arguments, self._slo), label=label)
         result = await measure(target, arguments, chosen, run)
@@ -157,6 +159,13 @@ class Sweep:
         self._rows.append(_row(result))
         print("  ".join(self._rows[-1]), flush=True)
         return result
+
+    def _next_seed(self) -> int:
+        """Prompts of a run before would find their KV at the server, and flatter this run. The
+        warm-up's seed is the second."""
+        runs = len(self._rows)
+        seed: int = self._arguments.seed
+        return seed + SEED_STEP * (runs + 1) if runs else seed
 
 
 def _changed(arguments: argparse.Namespace, **fields: object) -> argparse.Namespace:

@@ -115,6 +115,21 @@ async def test_every_run_is_a_file_and_a_row(
     assert printed.count("kept") == 4  # each row when it is known, and in the table
 
 
+async def test_no_run_sends_a_prompt_of_another(tmp_path: Path) -> None:
+    async with raw_server(answer_ok) as server:
+        words = ["--base-url", server.url, "--num-prompts", "5", "--light-prompts", "5"]
+        words += ["--rates", "200,200,400", "--result-dir", str(tmp_path), "--disable-tqdm"]
+        words += ["--min-duration", "0", "--num-warmups", "5", "--seed", "7"]
+        words += ["--dataset-name", "random", "--input-len", "40", "--output-len", "3"]
+        words += ["--goodput", "e2el:60000", "--label", "raw", "--max-concurrency", "1"]
+        assert await sweep.Sweep(sweep.parse(words)).run() == 0
+        prompts = [it["prompt"] for it in server.bodies]
+    assert len(prompts) == len(set(prompts)) == 25
+    seeds = {read_result(tmp_path / name)["seed"] for name in os.listdir(tmp_path)}
+    assert len(seeds) == 3  # a rate that was tried twice has one file
+    assert read_result(tmp_path / "raw-no-load.json")["seed"] == 7
+
+
 async def test_no_rate_that_keeps_the_slo_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
