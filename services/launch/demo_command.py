@@ -31,17 +31,21 @@ class Streamed:
     text: str = ""
     stamps: list[float] = field(default_factory=list)
     """`time.perf_counter()` of each chunk that carried a token."""
-    usage: dict[str, int] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
     report: dict[str, Any] = field(default_factory=dict)
     """The `csps` extension: plan, placement, timings."""
 
 
-def demo(config: DeployConfig) -> None:
-    """Hide a fact in 16K tokens of text, ask for it, stream the answer, print the times."""
+def demo(config: DeployConfig, name: str = "request") -> None:
+    """Hide a fact in 16K tokens of text, ask for it, stream the answer, print the times.
+
+    The text is always the same: a server that keeps KV answers it from that of the time before, and
+    what is printed says so.
+    """
     prompt = question(config)
     depths = ", ".join(f"{needle.depth:.0%}" for needle in prompt.asked)
     print(
-        f"\nfirst request: {prompt.tokens} tokens of text with {len(prompt.haystack.needles)} "
+        f"\n{name}: {prompt.tokens} tokens of text with {len(prompt.haystack.needles)} "
         f"facts hidden in it; those asked for lie at {depths}"
     )
     print(f"  ...{prompt.text[-160:].strip()!r}")
@@ -119,9 +123,18 @@ def summary(prompt: NeedlePrompt, streamed: Streamed, started: float) -> list[st
     return [
         f"expected: {prompt.answer} ({verdict})",
         f"time to first token: {ttft_s:.2f} s; between tokens: {tbt_ms:.1f} ms",
+        *reuse_lines(streamed.usage),
         f"tokens: {streamed.usage['prompt_tokens']} in, {streamed.usage['completion_tokens']} out",
         *plan_lines(streamed.report),
     ]
+
+
+def reuse_lines(usage: dict[str, Any]) -> list[str]:
+    """What the time to the first token does not contain."""
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    if not cached:
+        return []
+    return [f"  an earlier request has left the KV of {cached} tokens: only the rest was computed"]
 
 
 def plan_lines(report: dict[str, Any]) -> list[str]:

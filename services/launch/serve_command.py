@@ -58,12 +58,13 @@ def serve(
     preflight.check_python()
     config = read_config(config_path, port=port)
     check_model(config.settings)
-    head = _running_head(config) or _start(config)
+    running = _running_head(config)
+    head = running or _start(config)
     deploy(config, head, RUN_DIR)
     wait_ready(config, head, say=_say, deadline_s=ready_deadline_s)
     _say(f"ready: {config.url}/v1 serves '{config.settings.model_name}'")
     if with_demo:
-        demo(config)
+        demo(config, "first request" if running is None else "request")
 
 
 def stop() -> None:
