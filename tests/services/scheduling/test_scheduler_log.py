@@ -22,6 +22,7 @@ from csps.services.scheduling.scheduler import Outcome, Scheduler
 OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6},
     "fixed_sp": {"sp": 2, "spread_tokens": 700},
+    "loongserve": {"decode_iterations": 2, "max_batch": 6},
     "tetris": {"improvement_rates": [[1, 0.05], [2, 0.4]], "min_chunk": 1},
     "context_parallel": {"short_tokens": 100, "max_batch": 6},
     "chunked_prefill": {"token_budget": 100, "spread_tokens": 700, "max_batch": 6},
@@ -56,7 +57,7 @@ class Recorded:
 
 def record(name: str, path: Path, seed: int = 1) -> bytes:
     recorded = Recorded(name, path)
-    elastic = name == "chunked_prefill"
+    elastic = name in ("chunked_prefill", "loongserve")
     cell = RandomCell(recorded, seed, faults=0.1, elastic=elastic)  # type: ignore[arg-type]
     cell.play(requests=30, turns=150)
     recorded.log.flush()

@@ -21,6 +21,7 @@ POLICIES = [
     ("context_parallel", RINGS, "elastic"),
     ("chunked_prefill", RIDING, "elastic"),
     ("chunked_prefill", RIDING, "pair"),
+    ("loongserve", {"decode_iterations": 2, **SPREAD}, "elastic"),
 ]
 
 
@@ -31,7 +32,7 @@ def storm(seed: int) -> None:
         Costs(CostTable(latencies=Unmeasured())),
         limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
     )
-    faults = (0.0, 0.05, 0.3)[seed % 3]
+    faults = (0.0, 0.05, 0.3)[seed // len(POLICIES) % 3]
     cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs == "elastic")
     cell.play(requests=25, turns=120)
     counts = scheduler.counts
