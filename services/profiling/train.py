@@ -99,18 +99,19 @@ def _direct(
 def _groups(
     base: ScalingInformationBase, settings: Settings, spec: ModelSpec
 ) -> list[SimulatedGroup]:
-    """Of the prefill gang, near instances first.
+    """Of the gang that prefills, near instances first.
 
     Raises:
         ConfigError: phases or links were not profiled.
     """
-    gang, tp = settings.prefilling, settings.prefilling.tp
+    gang, tp, topology = settings.prefilling, settings.prefilling.tp, settings.topology
     times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
     inside = link_speed(base.rows(LinkRow), "inside")
     between = LinkSpeed(
-        bytes_per_s=inside.bytes_per_s / settings.topology.link_ratio, latency_s=inside.latency_s
+        bytes_per_s=inside.bytes_per_s / topology.link_ratio, latency_s=inside.latency_s
     )
-    ids = settings.topology.prefill or [f"0-0-{rank}" for rank in range(gang.ranks)]
+    named = topology.prefill if settings.elastic is None else topology.elastic
+    ids = named or [f"0-0-{rank}" for rank in range(gang.ranks)]
     places = sorted(Topology.of(ids).locations[::tp])
     element = 4 if settings.dtype == "float32" else 2
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,8 +17,10 @@ from csps.configurator.scaling_information_base import (
     PhaseRow,
     ScalingInformationBase,
 )
+from csps.models.spec import read_spec
 from csps.protocols.errors import ConfigError
 from csps.services.launch.deploy_config import read_config
+from csps.services.launch.settings import Settings
 from csps.services.profiling import train
 from csps.services.profiling.identity import identity_of
 
@@ -49,6 +52,28 @@ def config(tiny_llama: Path, tmp_path: Path) -> Path:
     application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
     path.write_text(yaml.safe_dump({"applications": [application]}))
     return path
+
+
+def add_times(base: ScalingInformationBase) -> None:
+    for size in (8, 100_000):
+        seconds = 1e-4 + size * 1e-9
+        base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
+    for phase in ("qkv", "attention", "linear", "mlp"):
+        for tokens in (100, 1_000):
+            base.add(
+                PhaseRow(
+                    strategy="any",
+                    group_shape="1",
+                    tp=1,
+                    phase=phase,
+                    tokens=tokens,
+                    keys=tokens,
+                    bytes=0,
+                    seconds=tokens * 1e-6,
+                    load=0.0,
+                    date="d",
+                )
+            )
 
 
 def test_of_kinds_of_questions_the_worst_counts_and_rows_of_a_kind_add_up() -> None:
@@ -95,25 +120,7 @@ def test_with_profiled_times_the_best_is_learned_as_well(
     with ScalingInformationBase.create(sib, identity) as base:
         for percent in range(2, 98, 4):
             base.add(row(percent / 100, 100))
-        for size in (8, 100_000):
-            seconds = 1e-4 + size * 1e-9
-            base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
-        for phase in ("qkv", "attention", "linear", "mlp"):
-            for tokens in (100, 1_000):
-                base.add(
-                    PhaseRow(
-                        strategy="any",
-                        group_shape="1",
-                        tp=1,
-                        phase=phase,
-                        tokens=tokens,
-                        keys=tokens,
-                        bytes=0,
-                        seconds=tokens * 1e-6,
-                        load=0.0,
-                        date="d",
-                    )
-                )
+        add_times(base)
     train.main(["--config", str(config), "--out", str(sib.parent / "made")])
     assert "answers of the search" in capsys.readouterr().out
     of_machine = {"weights": identity.weights, "device": identity.device}
@@ -130,3 +137,25 @@ def test_without_measurements_it_says_so(config: Path) -> None:
     ).close()
     with pytest.raises(ConfigError, match="0 measurements of accuracy"):
         train.main(["--config", str(config)])
+
+
+@pytest.mark.parametrize(
+    "gangs",
+    [
+        {"topology": {"prefill": ["0-0-0", "0-1-0"]}},
+        {
+            "elastic": {},
+            "scheduling": {"policy": "loongserve"},
+            "topology": {"elastic": ["0-0-0", "0-1-0"]},
+        },
+    ],
+)
+def test_groups_lie_where_the_gang_that_prefills_does(
+    tiny_llama: Path, tmp_path: Path, gangs: dict[str, Any]
+) -> None:
+    settings = Settings.model_validate({"model": str(tiny_llama), **gangs})
+    sib = tmp_path / "sib.sqlite"
+    with ScalingInformationBase.create(sib, identity_of(settings)) as base:
+        add_times(base)
+        groups = train._groups(base, settings, read_spec(settings.model_dir))
+    assert [it.locations for it in groups] == [("0-0-0",), ("0-0-0", "0-1-0")]
