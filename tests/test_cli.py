@@ -16,6 +16,7 @@ from csps.cli import COMMANDS, main
 from csps.protocols.errors import ConfigError
 from csps.services.launch import preflight
 from csps.services.launch.deploy_config import read_config
+from csps.services.launch.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -156,6 +157,34 @@ def test_the_file_in_the_repository_is_valid_but_for_the_model(
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(data))
     assert read_config(path).port == 8000
+
+
+def test_no_path_depends_on_where_a_process_runs(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "model": model_dir.name,
+        "api_keys_file": "keys",
+        "scaling_information_base": "sib.sqlite",
+        "scheduling": {"policy": "fixed_sp", "sp": 2, "log": "decisions.log"},
+        "telemetry": {"spans_dir": "traces", "sample": 0.5},
+    }
+    changes = {f"args__{name}": value for name, value in given.items()}
+    deployed = read_config(write(tmp_path, model_dir, **changes)).application_args
+    assert deployed["model"] == str(model_dir)
+    assert deployed["api_keys_file"] == str(tmp_path / "keys")
+    assert deployed["scaling_information_base"] == str(tmp_path / "sib.sqlite")
+    assert deployed["scheduling"] == {
+        "policy": "fixed_sp",
+        "sp": 2,
+        "log": str(tmp_path / "decisions.log"),
+    }
+    assert deployed["telemetry"]["spans_dir"] == str(tmp_path / "traces")
+    assert deployed["telemetry"]["sample"] == 0.5
+    monkeypatch.chdir("/")
+    again = Settings.model_validate(deployed)
+    assert again.resolved() == again
 
 
 def test_a_port_in_use_is_said_in_one_line() -> None:

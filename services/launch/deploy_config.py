@@ -21,6 +21,15 @@ IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000
 SERVE_DEFAULT_NAME = "default"
 """Of an application that the file gives no name."""
+_RESOLVED = {
+    "model",
+    "served_model_name",
+    "api_keys_file",
+    "scaling_information_base",
+    "scheduling",
+    "telemetry",
+}
+"""Settings with a path, which processes elsewhere would take from their own working directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +91,7 @@ def _check(data: Any, port: int | None) -> DeployConfig:
         http["port"] = port
     args = {
         **(application.get("args") or {}),
-        **settings.model_dump(include={"model", "served_model_name"}),
-        "telemetry": settings.telemetry.model_dump(),
+        **settings.model_dump(include=_RESOLVED),
     }
     resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])

@@ -316,19 +316,18 @@ class Settings(Section):
         Raises:
             ConfigError: the model does not exist.
         """
-        spans = Path(self.telemetry.spans_dir).expanduser().resolve()
-        log = self.scheduling.log
-        if log is not None:
-            log = str(Path(log).expanduser().resolve())
+        spans, log = _absolute(self.telemetry.spans_dir), self.scheduling.log
+        keys = self.api_keys_file
         return self.model_copy(
             update={
                 "model": str(self.model_dir),
                 "served_model_name": self.model_name,
-                "scaling_information_base": str(
-                    Path(self.scaling_information_base).expanduser().resolve()
+                "api_keys_file": None if keys is None else _absolute(keys),
+                "scaling_information_base": _absolute(self.scaling_information_base),
+                "scheduling": self.scheduling.model_copy(
+                    update={"log": None if log is None else _absolute(log)}
                 ),
-                "scheduling": self.scheduling.model_copy(update={"log": log}),
-                "telemetry": self.telemetry.model_copy(update={"spans_dir": str(spans)}),
+                "telemetry": self.telemetry.model_copy(update={"spans_dir": spans}),
             }
         )
 
@@ -348,6 +347,10 @@ class Settings(Section):
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or Path(self.model).name
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def shipped_models() -> Path:
