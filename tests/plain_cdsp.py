@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf, isclose, sqrt
 
 Costs = Mapping[int, tuple[float, float, float, float]]
@@ -140,21 +141,23 @@ def chains(
     sizes: Sequence[int],
     pool: Queues,
 ) -> Iterator[Plan]:
-    """Every plan that chunks of Alg. 3 make: at each chunk any size, and any size to follow."""
-    for size in sizes:
+    """Every plan that chunks of Alg. 3 make: at each chunk any size, and any size to follow, inside
+    the group that a single chunk for what is left would take."""
+    _, group = plain.single(left, past, held, sizes, pool)
+    inside, pool = [it for it in sizes if it <= len(group)], pool.within(group)
+    for size in inside:
         group = get_group(pool, held, size)
         queue = max(pool.queue[it] for it in group)
         yield Plan(queue + plain.took(size, past, left), ((left, group),))
-    for now in sizes:
-        for then in (it for it in sizes if it > now):
-            length, group = plain.chunk(left, past, held, now, then, pool)
-            if not 0 < length < left:
-                continue
-            elapsed = max(pool.queue[it] for it in group) + plain.took(now, past, length)
-            larger = [it for it in sizes if it >= then]
-            rest = chains(plain, left - length, past + length, group, larger, pool.later(elapsed))
-            for after in rest:
-                yield Plan(elapsed + after.ttft, ((length, group), *after.chunks))
+    for now, then in combinations(inside, 2):
+        length, group = plain.chunk(left, past, held, now, then, pool)
+        if not 0 < length < left:
+            continue
+        elapsed = max(pool.queue[it] for it in group) + plain.took(now, past, length)
+        larger = [it for it in inside if it >= then]
+        rest = chains(plain, left - length, past + length, group, larger, pool.later(elapsed))
+        for after in rest:
+            yield Plan(elapsed + after.ttft, ((length, group), *after.chunks))
 
 
 def same(one: float, other: float) -> bool:
