@@ -1,0 +1,82 @@
+"""A deployed server that keeps KV, as it does unless it is told otherwise: later turns, and the
+death of the gang that has kept it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
+
+from csps.models.tokenizer import Tokenizer
+from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FIRST = random_tokens(700, seed=1)
+SECOND = [*FIRST, *random_tokens(150, seed=2)]
+THIRD = [*SECOND, *random_tokens(40_000, seed=3)]
+ANSWER = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return make_checkpoint(path, "llama", max_position_embeddings=65_536)
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[Deployed]:
+    with deployed(model, tmp_path, kv_reuse={"enabled": True}) as server:
+        yield server
+
+
+def ask(server: Deployed, prompt: list[int], **more: str) -> tuple[str, int]:
+    """The greedy answer, and how many tokens of the prompt were reused. Nothing runs any more."""
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
+    ) as client:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=ANSWER,
+            temperature=0,
+            extra_body={"ignore_eos": True, **more},
+        )
+    deadline = time.monotonic() + DEADLINE_S
+    while server.gauge("num_requests_running"):
+        assert time.monotonic() < deadline, "a request that was answered goes on"
+        time.sleep(POLL_S)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def whole_blocks(prompt: list[int]) -> int:
+    return len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_turns_are_right_before_and_after_their_kv_dies(server: Deployed, model: Path) -> None:
+    expected = Tokenizer(model).decode(reference_tokens(model, SECOND, ANSWER))
+    assert ask(server, FIRST)[1] == 0
+    assert ask(server, SECOND) == (expected, whole_blocks(FIRST))
+    assert ask(server, SECOND, cache_salt="fresh") == (expected, 0)
+
+    started = server.gauge("request_queue_time_seconds_count")
+    answers: list[tuple[str, int]] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(server, THIRD)))
+    asking.start()
+    server.wait_gauge("request_queue_time_seconds_count", started + 1)
+    server.kill_replica("PrefillGang")
+    asking.join(DEADLINE_S)
+    fresh, _ = ask(server, THIRD, cache_salt="fresh")
+    assert answers == [(fresh, 0)]  # what the gang had kept has gone with it
+
+    assert ask(server, SECOND)[0] == expected
+    assert ask(server, SECOND) == (expected, whole_blocks(SECOND))  # on the gang that came after
+    server.wait_ready()
