@@ -30,6 +30,8 @@ class KvLifetime:
         """Of those, which the stream has let go of."""
         self._staying: set[int] = set()
         """Sequences whose KV is kept at their end."""
+        self._sent: set[int] = set()
+        """Sequences whose last step is over before others, whose KV takes longer to leave."""
         self._released: dict[int, tuple[Span, ...]] = {}
         """By sequence with a step, what is to go after it."""
 
@@ -132,11 +134,14 @@ class KvLifetime:
     def _settled(self, piece: PrefillPiece) -> bool:
         rid = piece.rid
         self._steps[rid] -= 1
+        if piece.last and piece.destinations:
+            self._sent.add(rid)
         if self._steps[rid]:
             return False
         del self._steps[rid]
-        sent = piece.last and bool(piece.destinations) and rid not in self._staying
+        sent = rid in self._sent and rid not in self._staying
         done = sent or rid in self._cancelled
+        self._sent.discard(rid)
         self._cancelled.discard(rid)
         if done:
             self._staying.discard(rid)

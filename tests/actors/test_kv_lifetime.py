@@ -38,6 +38,14 @@ def test_a_chunk_stays_until_the_last_one_is_sent() -> None:
     assert book.settle(second, cancelled=False) == [7]
 
 
+def test_an_earlier_chunk_may_take_longer_to_leave_than_the_last() -> None:
+    book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7)
+    book.enter(first)
+    book.enter(second)
+    assert book.settle(second, cancelled=False) == []
+    assert book.settle(first, cancelled=False) == [7]
+
+
 def test_a_cancelled_request_keeps_its_history_as_long_as_a_job_may_read_it() -> None:
     book, first, second = KvLifetime(), job(1, 7, last=False), job(2, 7, 8)
     book.enter(first)
