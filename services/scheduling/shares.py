@@ -88,3 +88,21 @@ def parts(span: Span, shares: Iterable[Share]) -> bool:
     else:
         return position == span.stop
     return span.parted_by([it.span for it in shares])
+
+
+def same(some: Iterable[Share], others: Iterable[Share]) -> bool:
+    """Whether both say the same, perhaps in other spans: which positions of which origin lie
+    where."""
+    one, other = _spans_of(some), _spans_of(others)
+    return one.keys() == other.keys() and all(
+        sum(it.length for it in spans) == sum(it.length for it in other[place])
+        and not any(rest_of(it, other[place]) for it in spans)
+        for place, spans in one.items()
+    )
+
+
+def _spans_of(shares: Iterable[Share]) -> dict[tuple[InstanceId, int], list[Span]]:
+    spans: dict[tuple[InstanceId, int], list[Span]] = {}
+    for it in shares:
+        spans.setdefault((it.instance, it.origin), []).append(it.span)
+    return spans
