@@ -38,9 +38,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first, or one worker would end with it while the other has no more to do:
-    deployed servers, for which tests wait most of the time."""
-    items.sort(key=lambda item: "end_to_end" not in item.path.parts)
+    """What waits most of the time first, or one worker would end with it while the other has no
+    more to do: deployed servers, then the testbed."""
+    folders = [it.split("/")[1] for it in ONE_AT_A_TIME]
+
+    def order(item: pytest.Item) -> int:
+        return next((at for at, it in enumerate(folders) if it in item.path.parts), len(folders))
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,13 @@ def run(gang: StrategyRanks, job: PrefillJob) -> Watch:
     return watch
 
 
-@pytest.fixture(scope="module", params=[STRICT, None], ids=["strict", "gloo"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(STRICT, id="strict"),
+        pytest.param(None, id="gloo", marks=pytest.mark.slow),
+    ],
+)
 def gangs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gangs]:

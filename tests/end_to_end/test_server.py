@@ -365,9 +365,8 @@ async def all_streams(server: Deployed, on_begun: Callable[[], None] | None = No
         return await texts
 
 
-@pytest.mark.parametrize(
-    "gang", [pytest.param("PrefillGang", marks=pytest.mark.slow), "DecodeGang"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gang", ["PrefillGang", "DecodeGang"])
 def test_no_stream_sees_a_rank_die(server: Deployed, gang: str) -> None:
     """All go on with the tokens of an undisturbed run."""
     undisturbed = asyncio.run(all_streams(server))
