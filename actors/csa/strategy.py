@@ -42,7 +42,13 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
 from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.history import History, HistoryMember, rows_by_piece, through
+from csps.actors.strategies.history import (
+    History,
+    HistoryMember,
+    members_of,
+    rows_by_piece,
+    through,
+)
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
@@ -183,18 +189,17 @@ class Csa(WithTransfers):
 
     def _members(self) -> list[HistoryMember]:
         group = self._group
-        return [
-            HistoryMember(
-                rank=rank,
-                instance=instance,
-                rows=rows_by_piece(group.job.pieces, range(rows.start, rows.stop)),
-                heads=range(self._heads),
-                held=range(self._kv_heads),
-            )
-            for rank, instance, rows in zip(
-                group.peers, group.job.group, map(group.rows_of, range(group.size)), strict=True
-            )
-        ]
+
+        def rows(member: int) -> tuple[range, ...]:
+            own = group.rows_of(member)
+            return rows_by_piece(group.job.pieces, range(own.start, own.stop))
+
+        return members_of(
+            group,
+            rows=rows,
+            heads=lambda member: range(self._heads),
+            held=range(self._kv_heads),
+        )
 
     # --- one layer -----------------------------------------------------------------------------
 

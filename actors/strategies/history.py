@@ -54,6 +54,26 @@ class HistoryMember:
     """KV heads in its pool."""
 
 
+def members_of(
+    group: SpGroup,
+    *,
+    rows: Callable[[int], tuple[range, ...]],
+    heads: Callable[[int], range],
+    held: range,
+) -> list[HistoryMember]:
+    """The group's members at this rank's place in their instances.
+
+    Args:
+        rows, heads: of a member; `held` is everyone's.
+    """
+    return [
+        HistoryMember(
+            rank=rank, instance=instance, rows=rows(member), heads=heads(member), held=held
+        )
+        for member, (rank, instance) in enumerate(zip(group.peers, group.job.group, strict=True))
+    ]
+
+
 @dataclass(frozen=True)
 class _Question:
     """Query rows of one member that one holder attends to its history of one piece with."""

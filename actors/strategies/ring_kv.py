@@ -29,9 +29,15 @@ from functools import partial
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
+from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.held_history import HeldHistory
-from csps.actors.strategies.history import History, HistoryMember, through
+from csps.actors.strategies.history import (
+    History,
+    HistoryMember,
+    members_of,
+    through,
+)
 from csps.actors.strategies.ring import RingAttention, Rounds
 from csps.actors.strategies.ring_blocks import Block
 from csps.actors.strategies.ring_plan import RingPlan, going_round
@@ -73,13 +79,7 @@ class RingKv(WithTransfers):
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """The residual stream of own rows (t, hidden) after the layer's attention."""
-        timeline = self._group.clock.timeline
-        with timeline.phase("qkv", layer=index):
-            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-        keep(index, k_thd, v_thd)
-        out_thd = self.attend(index, q_thd, k_thd, v_thd, keep)
-        with timeline.phase("linear", layer=index):
-            return layer.attention_output(x_td, out_thd)
+        return attended_layer(self._group, index, layer, x_td, rotary, keep, self.attend)
 
     def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, keep: Keep) -> Tensor:
         """Attention output (t, h, d) of this member's rows, in q's dtype."""
@@ -125,16 +125,9 @@ class RingKv(WithTransfers):
         return share[0, keys], share[1, keys]
 
     def _members(self) -> list[HistoryMember]:
-        group = self._group
-        return [
-            HistoryMember(
-                rank=rank,
-                instance=instance,
-                rows=self._plan.piece_rows(member),
-                heads=range(self._heads),
-                held=range(self._kv_heads),
-            )
-            for member, (rank, instance) in enumerate(
-                zip(group.peers, group.job.group, strict=True)
-            )
-        ]
+        return members_of(
+            self._group,
+            rows=self._plan.piece_rows,
+            heads=lambda member: range(self._heads),
+            held=range(self._kv_heads),
+        )

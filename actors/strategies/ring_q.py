@@ -26,6 +26,7 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Tag
+from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.held_history import HeldHistory
 from csps.actors.strategies.ring import RingAttention, Rounds, padded
@@ -60,16 +61,11 @@ class RingQ(WithTransfers):
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """The residual stream of own rows (t, hidden) after the layer's attention."""
-        timeline = self._group.clock.timeline
-        with timeline.phase("qkv", layer=index):
-            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-        keep(index, k_thd, v_thd)
-        out_thd = self.attend(index, q_thd, k_thd, v_thd)
-        with timeline.phase("linear", layer=index):
-            return layer.attention_output(x_td, out_thd)
+        return attended_layer(self._group, index, layer, x_td, rotary, keep, self.attend)
 
-    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-        """Attention output (t, h, d) of this member's rows, in q's dtype."""
+    def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, keep: Keep) -> Tensor:
+        """Attention output (t, h, d) of this member's rows, in q's dtype. Nobody else's KV comes by
+        to be kept."""
         own, plan = self._group.member, self._plan
         keys = partial(self._keys, layer, k_thd, v_thd)
         partials: dict[int, Partial] = {}

@@ -32,7 +32,13 @@ from csps.actors.engine.engine import Engine
 from csps.actors.levels.geometry import LevelGeometry, spanning_parts
 from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
-from csps.actors.strategies.history import History, HistoryMember, rows_by_piece, through
+from csps.actors.strategies.history import (
+    History,
+    HistoryMember,
+    members_of,
+    rows_by_piece,
+    through,
+)
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock
 from csps.actors.strategies.sp_tp_far_keys import FarKeys, FarParts
@@ -238,20 +244,14 @@ class SpTp(WithTransfers):
 
     def _members(self) -> list[HistoryMember]:
         """Of equal tensor-parallel rank, which share its heads."""
-        group = self._group
+        group, split = self._group, self._split
         rows = rows_by_piece(group.job.pieces, range(group.total_rows))
-        return [
-            HistoryMember(
-                rank=rank,
-                instance=instance,
-                rows=rows,
-                heads=range(self._split.heads)[self._split.queries(member)],
-                held=range(self._split.kv_heads),
-            )
-            for member, (rank, instance) in enumerate(
-                zip(group.peers, group.job.group, strict=True)
-            )
-        ]
+        return members_of(
+            group,
+            rows=lambda member: rows,
+            heads=lambda member: range(split.heads)[split.queries(member)],
+            held=range(split.kv_heads),
+        )
 
 
 def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Pending, Tag
+from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.actors.strategies.history import History, HistoryMember, Messages, Wait, rows_by_piece
+from csps.actors.strategies.history import (
+    History,
+    HistoryMember,
+    Messages,
+    Wait,
+    members_of,
+    rows_by_piece,
+)
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
 from csps.actors.transfers import Label
@@ -74,13 +82,7 @@ class Ulysses:
         self, index: int, layer: Layer, x_td: Tensor, rotary: Rotary, keep: Keep
     ) -> Tensor:
         """The residual stream of own rows (t, hidden) after the layer's attention."""
-        timeline = self._group.clock.timeline
-        with timeline.phase("qkv", layer=index):
-            q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-        keep(index, k_thd, v_thd)
-        out_thd = self.attend(index, q_thd, k_thd, v_thd, keep)
-        with timeline.phase("linear", layer=index):
-            return layer.attention_output(x_td, out_thd)
+        return attended_layer(self._group, index, layer, x_td, rotary, keep, self.attend)
 
     def attend(self, layer: int, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, keep: Keep) -> Tensor:
         """Attention output (t, h, d) of this member's rows, in q's dtype."""
@@ -124,18 +126,12 @@ class Ulysses:
     def _members(self) -> list[HistoryMember]:
         group, split = self._group, self._split
         rows = rows_by_piece(group.job.pieces, range(group.total_rows))
-        return [
-            HistoryMember(
-                rank=rank,
-                instance=instance,
-                rows=rows,
-                heads=range(split.heads)[split.queries(member)],
-                held=range(split.kv_heads),
-            )
-            for member, (rank, instance) in enumerate(
-                zip(group.peers, group.job.group, strict=True)
-            )
-        ]
+        return members_of(
+            group,
+            rows=lambda member: rows,
+            heads=lambda member: range(split.heads)[split.queries(member)],
+            held=range(split.kv_heads),
+        )
 
     def _begin(self, sends: Messages, recvs: Messages, tag: Tag, label: Label) -> Wait:
         """An exchange that is waited for as the all-to-alls are."""

@@ -97,7 +97,7 @@ def run(case: Case, strategy: str, data_group: GroupMaker | None = None) -> Ran:
                 assert keep.came == set(ring_kv.offered(0, member))
         else:
             with RingQ(group, pool, scale=scale) as ring_q:
-                out = ring_q.attend(0, q, k, v)
+                out = ring_q.attend(0, q, k, v, keep)
         sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
         return out, group, sent, exchanges, clock.timeline.events
 
