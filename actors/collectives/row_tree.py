@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from csps.protocols.row_gates import gates
+
 
 @dataclass(frozen=True)
 class RowTree:
@@ -43,17 +45,5 @@ def flat_tree(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) ->
 
 
 def server_tree(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> RowTree:
-    """Inside the owner's server a star; every other server has one gate.
-
-    The paper first collects a server's rows in one GPU, which then sends for all. Here each owner
-    sends to a gate of its own: as many bytes between servers, but no GPU waits for the collection
-    and all network cards of a server share the work.
-    """
-    parents: dict[int, int] = {}
-    place = servers[: owner + 1].count(servers[owner]) - 1
-    for member in takers:
-        inside = [peer for peer in takers if servers[peer] == servers[member]]
-        gate = owner if servers[member] == servers[owner] else inside[place % len(inside)]
-        parents[member] = gate if member != gate else owner
-    parents.pop(owner, None)
-    return RowTree(owner, parents)
+    """Inside the owner's server a star; every other server has one gate (`row_gates`)."""
+    return RowTree(owner, gates(owner, servers, takers))

@@ -13,7 +13,7 @@ Shape suffixes: c configurations, r ranks, j owners of keys, g KV heads, s sende
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,6 +23,7 @@ from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup, even_le
 from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Seconds
 from csps.configurator.pipeline.script import Script
 from csps.configurator.shapes import head_shares
+from csps.protocols.row_gates import gates
 from csps.protocols.topology import Topology
 
 
@@ -41,19 +42,6 @@ def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -
         spts: tokens of each member.
     """
     return _TpLayer(group, cases, spts).run()
-
-
-def gates(owner: int, servers: Sequence[Hashable], takers: Sequence[int]) -> dict[int, int]:
-    """From whom each taker gets an owner's rows, and to whom its sums go: the owner, or the gate of
-    its server (`actors.collectives.row_tree`)."""
-    parents = {}
-    place = servers[: owner + 1].count(servers[owner]) - 1
-    for member in takers:
-        inside = [peer for peer in takers if servers[peer] == servers[member]]
-        gate = owner if servers[member] == servers[owner] else inside[place % len(inside)]
-        parents[member] = gate if member != gate else owner
-    parents.pop(owner, None)
-    return parents
 
 
 @dataclass(frozen=True)
