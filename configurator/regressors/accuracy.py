@@ -10,6 +10,7 @@ import lightgbm
 import numpy as np
 
 from csps.configurator.phase_times import Amounts
+from csps.configurator.regressors.reproducible import REPRODUCIBLE
 from csps.configurator.regressors.samples import (
     FEATURES,
     MONOTONE,
@@ -35,12 +36,7 @@ PARAMETERS = {
     "learning_rate": 0.05,
     "num_leaves": 15,
     "min_data_in_leaf": 5,
-    "feature_pre_filter": False,
-    "num_threads": 1,
-    "deterministic": True,
-    "force_col_wise": True,
-    "seed": 0,
-    "verbose": -1,
+    **REPRODUCIBLE,
 }
 ROUNDS = 400
 

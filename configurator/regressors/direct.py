@@ -26,6 +26,7 @@ from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.phase_times import Amounts
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.pairs import eligible_pairs
+from csps.configurator.regressors.reproducible import REPRODUCIBLE
 from csps.configurator.regressors.saved import Description, load, save
 from csps.configurator.search import Found, Question
 from csps.protocols.csa_settings import CsaSettings
@@ -58,12 +59,7 @@ PARAMETERS = {
     "learning_rate": 0.08,
     "num_leaves": 15,
     "min_data_in_leaf": 3,
-    "feature_pre_filter": False,
-    "num_threads": 1,
-    "deterministic": True,
-    "force_col_wise": True,
-    "seed": 0,
-    "verbose": -1,
+    **REPRODUCIBLE,
 }
 
 

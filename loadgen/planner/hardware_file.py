@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
@@ -29,7 +28,8 @@ from csps.loadgen.simulator.cluster_file import (
     Section,
     Server,
 )
-from csps.protocols.errors import ConfigError, nearest
+from csps.loadgen.simulator.named_file import read_named
+from csps.protocols.errors import ConfigError
 from csps.protocols.topology import Topology
 
 HARDWARE = Path(__file__).parent / "hardware"
@@ -95,15 +95,9 @@ def load_group(name_or_path: str, *, instances: int | None = None) -> SimulatedG
     Raises:
         ConfigError: there is none, or the file is wrong; the message names file and key.
     """
-    named = {path.stem: path for path in sorted(HARDWARE.glob("*.yaml"))}
-    path = named.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
+    path, data = read_named(name_or_path, HARDWARE)
     try:
-        file = HardwareFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-        return _group(file, path.parent, instances)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        return _group(HardwareFile.model_validate(data), path.parent, instances)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

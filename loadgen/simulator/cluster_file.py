@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from csps.configurator.scaling_information_base import ScalingInformationBase
 from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel, LinkModel
+from csps.loadgen.simulator.named_file import read_named
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.protocols.gang_members import GangRole
 from csps.services.scheduling.latency import (
@@ -152,14 +152,7 @@ def load_cluster(name_or_path: str) -> ClusterModel:
     Raises:
         ConfigError: there is none, or the file is wrong; the message names file and key.
     """
-    named = {path.stem: path for path in sorted(CLUSTERS.glob("*.yaml"))}
-    path = named.get(name_or_path, Path(name_or_path))
-    if not path.is_file():
-        raise ConfigError(f"no cluster '{name_or_path}'{nearest(name_or_path, named)}; or a file")
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    path, data = read_named(name_or_path, CLUSTERS)
     return parse_cluster(data, name=path.stem, place=str(path))
 
 

@@ -90,13 +90,7 @@ def plain(
     ends_k = best_kn[1:, n]
     if not np.isfinite(ends_k).any():
         return None
-    k, i = int(np.argmin(ends_k)) + 1, n
-    cost, batches = float(best_kn[k, n]), []
-    while i:
-        first, begin = map(int, split_knz[k, i])
-        batches.append(Batch(first, i, begin, k))
-        i, k = first, begin
-    return Batching(tuple(reversed(batches)), cost)
+    return _traced(split_knz, int(np.argmin(ends_k)) + 1, n, float(ends_k.min()))
 
 
 def pruned(
@@ -112,25 +106,29 @@ def pruned(
     n, m = len(lengths), len(slots)
     table = _Costs(lengths, slots, model, objective)
     costs = {(begin, k): table.of_instances(begin, k) for k in range(m + 1) for begin in range(k)}
-    best = np.full((n + 1, m + 1), np.inf)
-    best[0, 0] = 0.0
-    splits = np.zeros((n + 1, m + 1, 2), dtype=np.int64)
+    best_kn = np.full((m + 1, n + 1), np.inf)
+    best_kn[0, 0] = 0.0
+    split_knz = np.zeros((m + 1, n + 1, 2), dtype=np.int64)
     for i in range(1, n + 1):
         for k in range(1, m + 1):
-            for j in range(int(splits[i, k - 1, 0]), i):
-                for begin in range(min(int(splits[i - 1, k, 1]), k - 1), k):
-                    tried = best[j, begin] + costs[begin, k][j, i]
-                    if tried < best[i, k]:
-                        best[i, k], splits[i, k] = tried, (j, begin)
-    ends = best[n, 1:]
-    if not np.isfinite(ends).any():
+            for j in range(int(split_knz[k - 1, i, 0]), i):
+                for begin in range(min(int(split_knz[k, i - 1, 1]), k - 1), k):
+                    tried = best_kn[begin, j] + costs[begin, k][j, i]
+                    if tried < best_kn[k, i]:
+                        best_kn[k, i], split_knz[k, i] = tried, (j, begin)
+    ends_k = best_kn[1:, n]
+    if not np.isfinite(ends_k).any():
         return _together(table, n, m)
-    k, i = int(np.argmin(ends)) + 1, n
-    cost, batches = float(best[n, k]), []
-    while i:
-        first, begin = map(int, splits[i, k])
-        batches.append(Batch(first, i, begin, k))
-        i, k = first, begin
+    return _traced(split_knz, int(np.argmin(ends_k)) + 1, n, float(ends_k.min()))
+
+
+def _traced(split_knz: NDArray[np.int64], k: int, n: int, cost: float) -> Batching:
+    """The batches of the first n requests on the first k instances, from where each was cut."""
+    batches = []
+    while n:
+        first, begin = map(int, split_knz[k, n])
+        batches.append(Batch(first, n, begin, k))
+        n, k = first, begin
     return Batching(tuple(reversed(batches)), cost)
 
 
