@@ -74,7 +74,8 @@ class _Gate:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self.open, self.took_ns = policy, False, 0
-        self.name, self.digest = policy.name, policy.digest
+        self.name = policy.name
+        self.options, self.decode_options = policy.options, policy.decode_options
         self.whole_prompts = policy.whole_prompts
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:

@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 class AnyLayout:
     """A policy that plans whatever is allowed, and on one instance what finds no room so."""
 
-    name, digest = "any_layout", ""
+    name = "any_layout"
     whole_prompts = False
 
     def __init__(self, seed: int, *, block: int = 0) -> None:

@@ -26,7 +26,8 @@ class Watched:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.name, self.digest = policy.name, policy.digest
+        self.name = policy.name
+        self.options, self.decode_options = policy.options, policy.decode_options
         self.whole_prompts = policy.whole_prompts
         self.blocked: dict[int, int] = {}
         """When a request was first found to be blocked."""

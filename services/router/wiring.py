@@ -11,6 +11,7 @@ from csps.services.profiling.latency_source import latency_table
 from csps.services.profiling.ring_source import ring_rules
 from csps.services.router.decision_log import DecisionLog
 from csps.services.scheduling.cost import Costs, CostTable
+from csps.services.scheduling.decisions import digest_of
 from csps.services.scheduling.limits import SECOND_NS, DeadlineSettings, QueueLimits
 from csps.services.scheduling.log import Header
 from csps.services.scheduling.policies.choice import make_policy
@@ -59,7 +60,7 @@ def open_log(settings: Settings, table: CostTable) -> DecisionLog | None:
     policy = make_policy(scheduling.policy, options)
     header = Header(
         policy=scheduling.policy,
-        policy_digest=policy.digest,
+        policy_digest=digest_of(policy),
         table_digest=table.digest,
         options=options,
         limits=QueueLimits(**settings.queue.model_dump()),

@@ -135,8 +135,13 @@ class Policy(Protocol):
         ...
 
     @property
-    def digest(self) -> str:
-        """Equal options, equal digests; in every log."""
+    def options(self) -> object:
+        """A frozen dataclass of what users may tell it."""
+        ...
+
+    @property
+    def decode_options(self) -> object:
+        """Those about decoding, which all policies have."""
         ...
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
@@ -160,3 +165,8 @@ class Policy(Protocol):
         """Placements on a pair of gangs that have nothing to do. Admission asks it for every
         request: what it accepts, `decide` must start at the latest when everything else ended."""
         ...
+
+
+def digest_of(policy: Policy) -> str:
+    """Equal options, equal digests; in every log."""
+    return f"{policy.options} {policy.decode_options}"

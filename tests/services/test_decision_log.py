@@ -17,6 +17,7 @@ from csps.services.router.decision_log import DecisionLog, replayed
 from csps.services.router.running import Running
 from csps.services.router.wiring import make_deadlines, open_log
 from csps.services.scheduling.cost import CostTable
+from csps.services.scheduling.decisions import digest_of
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.log import Header, command_bytes
@@ -51,7 +52,7 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
     policy = make_policy("csps", OPTIONS)
     header = Header(
         policy="csps",
-        policy_digest=policy.digest,
+        policy_digest=digest_of(policy),
         table_digest=TABLE.digest,
         options=OPTIONS,
         deadlines=QUICK,

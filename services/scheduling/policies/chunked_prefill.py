@@ -61,11 +61,6 @@ class ChunkedPrefill:
                 "decode would use it up, and prompts wait for ever"
             )
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         """Nobody is urgent."""
         return "long"

@@ -35,6 +35,7 @@ from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
 from csps.services.scheduling.policies.near_rooms import NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
+from csps.services.scheduling.policies.short_prompts import line_of
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, RequestView, View
 
@@ -50,17 +51,9 @@ class Csps:
     ) -> None:
         self.options, self.decode_options = options or CspsOptions(), decode or DecodeOptions()
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
-        """Short prompts are urgent, if a single instance of whichever pair can hold them."""
-        if prompt_tokens > self.options.short_tokens:
-            return "long"
-        largest = min((pair.prefill.largest for pair in pairs), default=prompt_tokens)
-        return "urgent" if prompt_tokens <= largest else "long"
+        """Short prompts are urgent."""
+        return line_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: View) -> Sequence[Decision]:
         """One pass over both lines, in order of admission."""

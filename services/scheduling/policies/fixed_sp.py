@@ -57,11 +57,6 @@ class FixedSp:
     ) -> None:
         self.options, self.decode_options = options or FixedSpOptions(), decode or DecodeOptions()
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         """Nobody is urgent."""
         return "long"

@@ -48,7 +48,7 @@ CHUNKS = StartPlan(
 class Scripted:
     """A policy that decides what it is told, once."""
 
-    name, digest = "scripted", ""
+    name = "scripted"
     whole_prompts = True
 
     def __init__(self, *decisions: Decision) -> None:

@@ -239,7 +239,7 @@ def test_cancelled_when_everything_has_just_landed() -> None:
 class Counted:
     """A policy that starts nothing and counts how often it is asked."""
 
-    name, digest = "counted", ""
+    name = "counted"
     whole_prompts = True
 
     def __init__(self, real: object) -> None:

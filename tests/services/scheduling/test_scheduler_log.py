@@ -15,6 +15,7 @@ from scheduler_cell import RandomCell
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.decisions import digest_of
 from csps.services.scheduling.log import Header, LogWriter, command_bytes, read_log, replay
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Outcome, Scheduler
@@ -39,7 +40,7 @@ class Recorded:
 
     def __init__(self, name: str, path: Path) -> None:
         policy = make_policy(name, OPTIONS[name])
-        header = Header(policy=name, policy_digest=policy.digest, table_digest=TABLE.digest)
+        header = Header(policy=name, policy_digest=digest_of(policy), table_digest=TABLE.digest)
         self.scheduler = make_scheduler(header)
         self.file = path.open("wb")
         self.log = LogWriter(self.file, header)

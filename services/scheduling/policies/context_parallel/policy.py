@@ -23,6 +23,7 @@ from csps.services.scheduling.policies.context_parallel.gangs import Gangs, NoPl
 from csps.services.scheduling.policies.context_parallel.keepers import Keepers
 from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.short_prompts import line_of
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import PairView, RequestView, View
 
@@ -45,17 +46,9 @@ class ContextParallel:
         self.options = options or ContextParallelOptions()
         self.decode_options = decode or DecodeOptions()
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
-        """Short prompts are urgent, if a single instance of whichever pair can hold them."""
-        if prompt_tokens > self.options.short_tokens:
-            return "long"
-        largest = min((pair.prefill.largest for pair in pairs), default=prompt_tokens)
-        return "urgent" if prompt_tokens <= largest else "long"
+        """Short prompts are urgent."""
+        return line_of(prompt_tokens, self.options.short_tokens, pairs)
 
     def decide(self, view: View) -> Sequence[Decision]:
         """Start requests in order of admission; whoever waits for instances closes its line, and

@@ -68,11 +68,6 @@ class LoongServe:
         self.options = options or LoongServeOptions()
         self.decode_options = decode or DecodeOptions()
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         """Nobody is urgent."""
         return "long"

@@ -44,11 +44,6 @@ class Tetris:
     ) -> None:
         self.options, self.decode_options = options or TetrisOptions(), decode or DecodeOptions()
 
-    @property
-    def digest(self) -> str:
-        """The options themselves."""
-        return f"{self.options} {self.decode_options}"
-
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         """Nobody is urgent."""
         return "long"
