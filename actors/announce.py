@@ -7,7 +7,8 @@ from typing import Any
 
 from csps.actors.sampling import Draw
 from csps.protocols.errors import CspsError, RequestError
-from csps.protocols.messages import RequestFailed, TokenDrawn
+from csps.protocols.messages import RequestFailed
+from csps.protocols.tokens import TokenDrawn
 
 Notify = Callable[[str, Any], None]
 """(name of the notification, message dataclass); callable from any thread, keeps the order."""

@@ -11,7 +11,7 @@ from itertools import chain
 
 from csps.actors.kv_pool import KvBlock, KvPool
 from csps.kernels.decode_attention import Run, SlotRuns
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 class RequestSlots:

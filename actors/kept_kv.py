@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from csps.actors.kept_kv import KeptSpan
 from csps.actors.slot_set import SlotSet
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 Slots = npt.NDArray[np.int64]
 _LOOKUPS_KEPT = 16

@@ -24,7 +24,7 @@ from csps.actors.kept_kv import KeptKv, KeptSpan
 from csps.actors.kv_holding import Holding, Slots, positions_of, runs_of, slots_in
 from csps.actors.slot_set import SlotSet
 from csps.protocols.errors import FaultError
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 _ALL_POSITIONS = Span(start=0, stop=2**62)
 ALL_HEADS = slice(None)

@@ -59,12 +59,12 @@ from csps.protocols.messages import (
     ConnectKv,
     JoinBatch,
     Keep,
-    PrefillJob,
     RankDescription,
     RankStats,
     Release,
     Reserve,
 )
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.rpc_server import Handler, Peer
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 
 from csps.actors.sampling import TokenSampler
-from csps.protocols.messages import TOKEN_BYTES, Sampling
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TOKEN_BYTES
 
 
 class SamplerRequest(Protocol):

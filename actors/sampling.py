@@ -27,7 +27,8 @@ from torch import Tensor
 
 from csps.kernels.draw import Filters, draw, row_blocks
 from csps.protocols.errors import CspsError, FaultError, InvalidRequest
-from csps.protocols.messages import Sampling, TokenLogprob
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TokenLogprob
 
 _GREEDY_BELOW = 1e-5  # as in vLLM
 _MASK64 = (1 << 64) - 1

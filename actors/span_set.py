@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 class SpanSet:

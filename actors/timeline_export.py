@@ -18,7 +18,7 @@ from opentelemetry import trace
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import Mesh
 from csps.actors.timeline import Event
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
 
 RANK, PHASE = "csps.rank", "csps.phase"

@@ -100,7 +100,10 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
 
 
 def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> None:
-    from csps.protocols.messages import KvShare, Reserve, Sampling, Span
+    from csps.protocols.messages import Reserve
+    from csps.protocols.placement import KvShare
+    from csps.protocols.sampling import Sampling
+    from csps.protocols.span import Span
 
     spans = enumerate(shares_of_prompt(context, ranks))
     stream.reservations.reserve(
@@ -119,7 +122,7 @@ def _reserve(stream: Any, rid: int, context: int, steps: int, ranks: int) -> Non
 
 
 def _fill(pool: Any, rid: int, context: int, rank: int, ranks: int) -> None:
-    from csps.protocols.messages import Span
+    from csps.protocols.span import Span
 
     start, stop = shares_of_prompt(context, ranks)[rank]
     k_thd, v_thd = torch.randn(2, stop - start, pool.kv_heads, pool.head_dim)

@@ -33,7 +33,11 @@ from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.models.spec import ModelSpec, read_spec
-from csps.protocols.messages import ConnectKv, KvShare, PrefillPiece, Reserve, Sampling, Span
+from csps.protocols.messages import ConnectKv, Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 from csps.services.launch.settings import shipped_models
 
 SHARES = (0.0, 0.1, 1.0)

@@ -25,8 +25,9 @@ import report
 import wide_checkpoint
 
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import CancelRequest, PrefillDone, TokenDrawn
+from csps.protocols.messages import CancelRequest, PrefillDone
 from csps.protocols.schema import pack
+from csps.protocols.tokens import TokenDrawn
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -46,11 +46,12 @@ from csps.configurator.ring_fit import RingPoint, fit_rule, regret
 from csps.models.loading import count_parameters
 from csps.models.spec import read_spec
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import CancelRequest, KvShare, PrefillDone, TokenDrawn
+from csps.protocols.messages import CancelRequest, PrefillDone
 from csps.protocols.mfu import flops_per_second, prefill_flops
-from csps.protocols.placement import LAYOUTS, place
+from csps.protocols.placement import LAYOUTS, KvShare, place
 from csps.protocols.plans import RINGS
 from csps.protocols.schema import pack
+from csps.protocols.tokens import TokenDrawn
 from csps.services.launch.settings import shipped_models
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.

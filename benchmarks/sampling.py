@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from csps.actors.sampling import TokenSampler, draw_batch
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 30)
 

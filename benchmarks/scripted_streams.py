@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from ray import serve
 from starlette.applications import Starlette
 
-from csps.protocols.messages import TokenDrawn
+from csps.protocols.tokens import TokenDrawn
 from csps.services.app import one_loop
 from csps.services.http.api import Api
 from csps.services.http.request_parser import RequestParser

@@ -38,8 +38,9 @@ import wide_checkpoint
 from deployed import deployed, deployed_beside
 
 from csps.loadgen.streaming_client import stream
-from csps.protocols.messages import Sampling, TokenDrawn, Tokens
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import unpack
+from csps.protocols.tokens import TokenDrawn, Tokens
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -32,7 +32,7 @@ from csps.protocols.log_entries import (
     Run,
     Shutdown,
 )
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 __all__ = ["Conductor", "StepTask"]
 

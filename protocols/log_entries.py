@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from csps.protocols.errors import ProtocolError
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -8,12 +8,25 @@ three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from csps.protocols.messages import KvShare, Span
+from csps.protocols.span import Span
 
 Layout = tuple[tuple[Span, ...], ...]
 """Of a chunk over the parts of a group: per part its spans, the chunk's first token at 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvShare:
+    """The instance that holds (or is to hold) the KV of one span of a request."""
+
+    instance: int
+    span: Span
+    origin: int | None = None
+    """The sequence that has computed it, and under whose rid it lies there; None: this one. What
+    lies there already is read where it lies, neither computed again nor copied: whoever names it
+    holds its slots from then on to its own end, whatever becomes of the origin."""
 
 
 def contiguous(bounds: Sequence[int]) -> Layout:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from csps.protocols.messages import Span
 from csps.protocols.placement import LAYOUTS, contiguous, round_robin
+from csps.protocols.span import Span
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import (

@@ -19,7 +19,9 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 from csps.protocols.topology import Topology
 
 SCALE = 0.3

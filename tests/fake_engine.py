@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from csps.models.tokenizer import Tokenizer
-from csps.protocols.messages import TokenDrawn, TokenLogprob
+from csps.protocols.tokens import TokenDrawn, TokenLogprob
 from csps.services.router.running import Generation, Running
 from csps.services.scheduling.fit import Fit
 

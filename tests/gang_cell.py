@@ -29,23 +29,20 @@ from csps.protocols.messages import (
     Keep,
     KvKept,
     KvLanded,
-    KvShare,
     LinkBroken,
     PrefillDone,
-    PrefillJob,
-    PrefillPiece,
     PrefillProgress,
     Release,
     RequestFailed,
     Reserve,
     Role,
-    Sampling,
     SlotsFreed,
-    Span,
-    TokenDrawn,
-    Tokens,
 )
-from csps.protocols.placement import place, striped, zigzag
+from csps.protocols.placement import KvShare, place, striped, zigzag
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
+from csps.protocols.tokens import TokenDrawn, Tokens
 
 LAYOUTS = ("zigzag", "striped")
 """Besides contiguous parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from csps.actors.kv_pool import KvPool
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 def held_positions(pool: KvPool, rid: int, length: int) -> list[int]:

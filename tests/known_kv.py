@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from csps.protocols.messages import KvShare, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
 
 
 class KnownKv:

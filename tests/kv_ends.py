@@ -27,14 +27,11 @@ from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import local_pieces
 from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range
-from csps.protocols.messages import (
-    ConnectKv,
-    KvShare,
-    PrefillPiece,
-    Reserve,
-    Sampling,
-    Span,
-)
+from csps.protocols.messages import ConnectKv, Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 
 LAYERS, HEAD_DIM, RID, EPOCH = 2, 4, 7, "epoch"
 NEXT_RID = 8

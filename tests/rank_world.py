@@ -15,7 +15,7 @@ from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, Mesh
 from csps.actors.strategies.group import SpGroup
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 
 T = TypeVar("T")
 STRICT = strict()

@@ -26,9 +26,9 @@ from linked import linked
 
 from csps.configurator.shapes import AttentionShape
 from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.messages import Sampling
 from csps.protocols.openai_responses import error_body
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.sampling import Sampling
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.router.cost_book import CostBook

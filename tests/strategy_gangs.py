@@ -12,7 +12,8 @@ from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
 from csps.actors.mesh import GroupMaker
-from csps.protocols.messages import KvShare, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
 
 LAYERS = 3
 MODELS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,9 @@ from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.actors.strategies.strategy import Strategy
 from csps.models.loading import load_network
 from csps.models.network import Network
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 SLOTS = 512
 

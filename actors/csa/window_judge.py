@@ -26,7 +26,7 @@ from csps.actors.transfers import Label, Transfer, Transfers
 from csps.kernels.attention import attention
 from csps.kernels.importance import column_sums
 from csps.kernels.positions import Positions
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 @dataclass(frozen=True)

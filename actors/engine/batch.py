@@ -19,7 +19,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.engine.rows import Row
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.strategies.query_exchange import QueryRoutes
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 @dataclass(frozen=True, kw_only=True)

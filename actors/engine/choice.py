@@ -16,7 +16,7 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
 from csps.models.spec import ModelSpec
 from csps.protocols.errors import ConfigError, abridged, nearest
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 
 WITHOUT_PLAN = frozenset({"ulysses", "gathered_weights", "ring_kv", "ring_q"})
 """Exact, in one way."""

@@ -22,7 +22,9 @@ from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError
-from csps.protocols.messages import PrefillPiece, Span, TokenDrawn
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
+from csps.protocols.tokens import TokenDrawn
 
 Fail = Callable[[int, CspsError], None]
 """(sequence, why it cannot go on)"""

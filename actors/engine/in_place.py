@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 
 def kept_in_place(job: PrefillJob) -> PrefillJob:

@@ -12,7 +12,8 @@ import threading
 from collections import Counter
 from collections.abc import Set
 
-from csps.protocols.messages import PrefillJob, PrefillPiece, Span
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 
 class KvLifetime:

@@ -49,7 +49,9 @@ from csps.protocols.log_entries import (
     Run,
     Shutdown,
 )
-from csps.protocols.messages import PrefillJob, Reserve, Span
+from csps.protocols.messages import Reserve
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.span import Span
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.layout import LocalPiece
 from csps.actors.mesh import Pending, Tag
 from csps.actors.strategies.group import SpGroup, shares_of
-from csps.protocols.messages import PrefillPiece, Span
 from csps.protocols.placement import rest_of
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
 
 Offered = Callable[[int], Collection[int]]
 """(member) -> other members whose rows' KV comes by it in a layer."""

@@ -14,8 +14,9 @@ from csps.actors.sampler_request import sampler_of
 from csps.actors.sampling import TokenSampler
 from csps.actors.strategies.group import shares_of
 from csps.protocols.errors import Cancelled, FaultError, ProtocolError
-from csps.protocols.messages import Reserve, Span
+from csps.protocols.messages import Reserve
 from csps.protocols.placement import rest_of
+from csps.protocols.span import Span
 
 REMEMBERED_LEAVES = 4096
 """A reservation that arrives after its cancellation is refused; this many are remembered."""

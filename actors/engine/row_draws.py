@@ -13,7 +13,7 @@ from csps.actors.engine.rows import Row
 from csps.actors.mesh import PEER_DEADLINE, ControlTag
 from csps.actors.sampling import Draw, draw_batch
 from csps.protocols.errors import CspsError
-from csps.protocols.messages import TokenDrawn, Tokens
+from csps.protocols.tokens import TokenDrawn, Tokens
 
 
 def draw_rows(engine: Engine, notify: Notify, mine: Sequence[Row], logits_rv: Tensor) -> list[int]:

@@ -17,7 +17,9 @@ from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampler_request import drawn_before
 from csps.actors.sampling import TokenSampler
 from csps.protocols.iteration import RowState
-from csps.protocols.messages import KvShare, Reserve, Span
+from csps.protocols.messages import Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
 
 
 @dataclass(eq=False)

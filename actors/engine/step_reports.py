@@ -9,14 +9,9 @@ from collections.abc import Sequence
 from csps.actors.announce import Notify, request_failed
 from csps.actors.engine.step_run import StepRun
 from csps.protocols.errors import CspsError, TransferError
-from csps.protocols.messages import (
-    KvKept,
-    PrefillDone,
-    PrefillJob,
-    SlotsFreed,
-    TokenDrawn,
-    Tokens,
-)
+from csps.protocols.messages import KvKept, PrefillDone, SlotsFreed
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.tokens import TokenDrawn, Tokens
 
 _log = logging.getLogger(__name__)
 

@@ -33,8 +33,9 @@ from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
 from csps.models.network import Layer
 from csps.protocols.log_entries import Run
-from csps.protocols.messages import PrefillJob, PrefillPiece, Span
 from csps.protocols.placement import rest_of
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
 """Does what else the log says until it says something about this step, and returns that with its

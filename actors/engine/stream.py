@@ -26,7 +26,8 @@ from csps.actors.strategies.group import shares_of
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Change
-from csps.protocols.messages import Reserve, Span
+from csps.protocols.messages import Reserve
+from csps.protocols.span import Span
 
 ITERATION_S = 120.0
 """For one iteration, which takes a second at most: longer means that ranks wait for each other."""

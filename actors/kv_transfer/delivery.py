@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from csps.actors.kv_pool import KvPool, PinnedSpan
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 class Delivery:

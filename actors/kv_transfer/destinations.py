@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.layout import LocalPiece
 from csps.models.spec import ModelSpec, kv_head_range
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 def destinations_of(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 _MAGIC = 0x63737073  # "csps"
 _NONE = -1

@@ -17,7 +17,8 @@ from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.name_digest import name_digest
 from csps.actors.span_set import SpanSet
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import KvLanded, Reserve, Span
+from csps.protocols.messages import KvLanded, Reserve
+from csps.protocols.span import Span
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, begin
 
 

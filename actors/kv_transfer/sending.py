@@ -13,7 +13,7 @@ from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.header import KvHeader, entry_bytes
 from csps.actors.kv_transfer.staging import Launched, Staging
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csps.actors.layout import local_pieces
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 from csps.protocols.topology import Segments
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from csps.actors.levels.geometry import Part
 from csps.protocols.csa import CsaPlan, kept_tokens
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 @dataclass(frozen=True, kw_only=True)

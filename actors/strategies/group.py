@@ -15,7 +15,9 @@ from csps.actors.layout import GangLayout, LocalPiece, computed_by
 from csps.actors.mesh import Mesh
 from csps.actors.strategies.parts import Points
 from csps.protocols.even_share import even_share
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.strategies.group import SpGroup
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 class HeldHistory:

@@ -30,7 +30,7 @@ from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.transfers import Label, Transfers
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 Messages = Sequence[tuple[int, Tensor]]
 """(peer, tensor)."""

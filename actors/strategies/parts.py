@@ -24,7 +24,7 @@ from csps.actors.strategies.ring_plan import RingPlan, going_round, held_of, wit
 from csps.models.spec import ModelSpec
 from csps.protocols.csa import CsaPlan
 from csps.protocols.even_share import even_share
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.topology import Segments
 
 MLP_ROWS = 2048

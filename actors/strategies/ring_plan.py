@@ -12,7 +12,7 @@ from functools import cached_property
 
 from csps.actors.layout import LocalPiece, computed_by
 from csps.actors.strategies.ring_blocks import Block, seen_blocks
-from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from csps.actors.strategies.with_transfers import WithTransfers
 from csps.models.network import Layer
 from csps.models.rope import Rotary
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 class SpTp(WithTransfers):

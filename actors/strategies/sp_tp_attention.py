@@ -18,7 +18,7 @@ from csps.actors.strategies.sp_tp_far_keys import FarKeys
 from csps.kernels.attention import attention
 from csps.kernels.importance import importance
 from csps.kernels.merge import merge_into, nothing_seen
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from csps.actors.levels.geometry import LevelGeometry, Part
 from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.kernels.selection import gather_kept, select
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 class Keys(Protocol):

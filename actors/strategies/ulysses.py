@@ -36,7 +36,7 @@ from csps.kernels.attention import attention
 from csps.kernels.merge import nothing_seen
 from csps.models.network import Layer
 from csps.models.rope import Rotary
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 
 class Ulysses:

@@ -15,18 +15,11 @@ from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.conducted_ranks import ConductedRanks
 from csps.loadgen.simulator.decode_batch import Row
 from csps.loadgen.simulator.slots import Slots
-from csps.protocols.messages import (
-    CancelRequest,
-    JoinBatch,
-    KvLanded,
-    KvShare,
-    Reserve,
-    SlotsFreed,
-    TokenDrawn,
-    Tokens,
-)
+from csps.protocols.messages import CancelRequest, JoinBatch, KvLanded, Reserve, SlotsFreed
+from csps.protocols.placement import KvShare
 from csps.protocols.rpc_server import Peer
 from csps.protocols.schema import unpack
+from csps.protocols.tokens import TokenDrawn, Tokens
 from paced.clock import PacedTimeline
 from paced.ranks import PacedRanks, Words
 

@@ -9,17 +9,13 @@ from typing import Any
 
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.messages import (
-    JoinBatch,
-    KvShare,
-    PrefillJob,
-    PrefillPiece,
-    Reserve,
-    Sampling,
-    Span,
-    Tokens,
-)
+from csps.protocols.messages import JoinBatch, Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
+from csps.protocols.span import Span
+from csps.protocols.tokens import Tokens
 from paced.cell import SECRET
 
 ANSWER_S = 20.0

@@ -9,16 +9,12 @@ from csps.loadgen.simulator.network import Network
 from csps.loadgen.simulator.prefill_gang import PrefillGang
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder
-from csps.protocols.messages import (
-    CancelRequest,
-    KvShare,
-    PrefillDone,
-    PrefillJob,
-    TokenDrawn,
-    Tokens,
-)
+from csps.protocols.messages import CancelRequest, PrefillDone
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.rpc_server import Peer
 from csps.protocols.schema import unpack
+from csps.protocols.tokens import TokenDrawn, Tokens
 from csps.services.scheduling.commands import Piece, RunStep, Share
 from csps.services.scheduling.ids import index_of, instance_id
 from paced.clock import PacedTimeline

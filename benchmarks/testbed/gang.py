@@ -26,17 +26,11 @@ from csps.protocols import schema
 from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
-from csps.protocols.messages import (
-    CancelRequest,
-    KvShare,
-    PrefillDone,
-    PrefillJob,
-    PrefillPiece,
-    RequestFailed,
-    Sampling,
-    Tokens,
-)
-from csps.protocols.placement import LAYOUTS, place
+from csps.protocols.messages import CancelRequest, PrefillDone, RequestFailed
+from csps.protocols.placement import LAYOUTS, KvShare, place
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import Tokens
 from testbed.cpu_time import CpuTime
 from testbed.network import Testbed
 from testbed.traffic import Traffic

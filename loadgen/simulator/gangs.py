@@ -17,7 +17,7 @@ from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import StepOrder, Task
 from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import (
     Cancel,
     Keep,

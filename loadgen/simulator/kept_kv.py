@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from csps.loadgen.simulator.slots import Slots
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Keep, Release, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
 from csps.services.scheduling.shares import outside, tokens_on, within

@@ -11,7 +11,7 @@ from csps.loadgen.simulator.kept_kv import KeptKv
 from csps.loadgen.simulator.links import Link
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import Task
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
 from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from csps.models.tokenizer import Detokenizer, Tokenizer
-from csps.protocols.messages import TokenDrawn
 from csps.protocols.openai_responses import FinishReason, TextLogprob
+from csps.protocols.tokens import TokenDrawn
 from csps.services.http.stop_strings import StopStrings
 
 

@@ -22,7 +22,6 @@ from csps.protocols.errors import (
     ModelNotFound,
     abridged,
 )
-from csps.protocols.messages import Sampling
 from csps.protocols.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,6 +29,7 @@ from csps.protocols.openai import (
     parse_request,
 )
 from csps.protocols.plans import Objective
+from csps.protocols.sampling import Sampling
 from csps.services.launch.settings import Settings
 from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.running import Generation

@@ -21,9 +21,9 @@ from csps.protocols.messages import (
     PrefillDone,
     RequestFailed,
     SlotsFreed,
-    Tokens,
 )
 from csps.protocols.schema import pack, unpack
+from csps.protocols.tokens import Tokens
 from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.settings import Settings
 from csps.services.profiling.rank_processes import RankProcesses

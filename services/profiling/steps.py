@@ -9,17 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from csps.protocols.messages import (
-    JoinBatch,
-    KvShare,
-    PrefillJob,
-    PrefillPiece,
-    Reserve,
-    Sampling,
-    Span,
-)
-from csps.protocols.placement import place, zigzag_of
+from csps.protocols.messages import JoinBatch, Reserve
+from csps.protocols.placement import KvShare, place, zigzag_of
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack
+from csps.protocols.span import Span
 from csps.services.profiling.cell import Cell
 from csps.services.profiling.fitting import EXACT
 from csps.services.profiling.plan import DecodeRun, RingRun, StepRun

@@ -11,8 +11,9 @@ from typing import Any
 from csps.protocols.errors import ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.messages import CancelRequest, JoinBatch, Keep, Release, Span
+from csps.protocols.messages import CancelRequest, JoinBatch, Keep, Release
 from csps.protocols.schema import pack
+from csps.protocols.span import Span
 from csps.protocols.topology import Location
 from csps.services.router.attached import AttachedGangs
 from csps.services.router.cost_book import CostBook

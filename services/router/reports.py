@@ -20,10 +20,9 @@ from csps.protocols.messages import (
     PrefillProgress,
     RequestFailed,
     SlotsFreed,
-    TokenDrawn,
-    Tokens,
 )
 from csps.protocols.schema import unpack
+from csps.protocols.tokens import TokenDrawn, Tokens
 from csps.services.router.kept import KeptReports
 from csps.services.router.requests import Requests
 from csps.services.router.sequences import LiveSequence, Sequences

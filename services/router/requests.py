@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from csps.protocols.errors import CspsError
-from csps.protocols.messages import FinishReason, TokenDrawn
+from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.running import Generation, Running
 from csps.services.scheduling.events import AnyEvent, Cancelled, Submitted
 from csps.services.scheduling.ids import RequestId

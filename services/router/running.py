@@ -18,8 +18,11 @@ from opentelemetry.context import Context
 
 from csps.protocols import trace_context
 from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.messages import FinishReason, KvShare, PrefillDone, Sampling, TokenDrawn
+from csps.protocols.messages import PrefillDone
+from csps.protocols.placement import KvShare
 from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestClass
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.prefix_key import PrefixKey
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]

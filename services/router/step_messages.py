@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Reserve
+from csps.protocols.messages import Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.schema import pack
 from csps.services.router.running import Running
 from csps.services.router.sequences import LiveSequence

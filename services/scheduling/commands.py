@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.events import WireError
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
 

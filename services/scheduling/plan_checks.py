@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import (
     DecodePlacement,

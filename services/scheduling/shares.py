@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from csps.protocols.messages import Span
 from csps.protocols.placement import Layout, rest_of
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import PlannedStep, StartPlan
 from csps.services.scheduling.ids import InstanceId, RequestId

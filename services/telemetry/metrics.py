@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from csps.protocols.errors import RequestError, TransferError
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import FinishReason
+from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running, Timings
 from csps.services.scheduling.scheduler import Counts
 

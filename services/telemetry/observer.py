@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import FinishReason
+from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running
 
 

@@ -22,12 +22,12 @@ from csps.protocols.messages import (
     JoinBatch,
     KvLanded,
     PrefillDone,
-    PrefillJob,
     RankDescription,
     RankStats,
-    Sampling,
 )
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.rpc_client import RpcClient
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
 
 ENDLESS = Sampling(temperature=0, max_tokens=1500)

@@ -17,14 +17,9 @@ from greedy_reference import greedy_tokens
 from held_steps import HeldSteps
 
 from csps.protocols.errors import Cancelled, InvalidRequest, ProtocolError, TransferError
-from csps.protocols.messages import (
-    JoinBatch,
-    KvLanded,
-    PrefillDone,
-    PrefillJob,
-    RequestFailed,
-    Sampling,
-)
+from csps.protocols.messages import JoinBatch, KvLanded, PrefillDone, RequestFailed
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack
 
 VICTIM, BYSTANDER = 1, 2

@@ -21,7 +21,9 @@ from greedy_reference import greedy_tokens
 from held_positions import held_positions
 
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import KvShare, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
 from csps.protocols.topology import Topology
 
 NOWHERE = -1

@@ -33,8 +33,10 @@ from riders import reserve_riding, ride
 
 from csps.actors.mesh import GroupMaker
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import Keep, KvShare, Release, Sampling, Span
-from csps.protocols.placement import round_robin
+from csps.protocols.messages import Keep, Release
+from csps.protocols.placement import KvShare, round_robin
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 
 ANY_ROWS = ("ulysses", "gathered_weights")
 STRATEGIES = (*ANY_ROWS, "sp_tp_flat")

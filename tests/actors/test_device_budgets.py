@@ -30,7 +30,11 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.models.loading import load_network
 from csps.protocols.log_entries import Change
-from csps.protocols.messages import KvShare, PrefillJob, Reserve, Sampling, Span
+from csps.protocols.messages import Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 
 __all__ = ["device"]
 LAYERS, MORE_LAYERS, PROMPT, VOCAB = 3, 2, 40, 512

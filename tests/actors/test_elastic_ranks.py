@@ -36,8 +36,10 @@ from csps.actors.engine.stream import Stream
 from csps.actors.mesh import GroupMaker
 from csps.protocols.conducting.streams import LEASES
 from csps.protocols.errors import ProtocolError
-from csps.protocols.messages import KvLanded, KvShare, Sampling, Span
-from csps.protocols.placement import round_robin
+from csps.protocols.messages import KvLanded
+from csps.protocols.placement import KvShare, round_robin
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 
 STRATEGIES = ("ulysses", "gathered_weights", "ring_kv", "ring_q", "sp_tp_flat")
 ANY_ROWS = ("ulysses", "gathered_weights", "ring_kv", "ring_q")

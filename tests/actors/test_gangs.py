@@ -15,7 +15,8 @@ from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy, greedy_tokens
 from tiny_checkpoints import FAMILIES, VOCAB, make_checkpoint
 
-from csps.protocols.messages import KvLanded, Sampling
+from csps.protocols.messages import KvLanded
+from csps.protocols.sampling import Sampling
 
 TOKENS = 5
 EVERYTHING = Sampling(temperature=0, max_tokens=TOKENS, logprobs=VOCAB)

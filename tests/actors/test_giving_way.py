@@ -22,7 +22,7 @@ from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline import TRANSFERS, Event, Timeline
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 
 ROWS = 4
 """Of a block."""

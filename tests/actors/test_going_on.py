@@ -10,7 +10,7 @@ import pytest
 from gang_cell import Request, even_shares, prompt_of
 from gang_threads import thread_cell
 
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 
 TOKENS = 8
 GREEDY = Sampling(temperature=0, max_tokens=TOKENS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kv_pool import KvPool
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 LAYERS, SLOTS = 2, 40
 

@@ -16,7 +16,9 @@ from strategy_ranks import StrategyRanks, job_of
 
 from csps.actors.engine.choice import strategy_of
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import KvShare, PrefillJob, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.span import Span
 from csps.protocols.topology import Topology
 
 STRATEGIES = ["ulysses", "gathered_weights", "ring_kv", "ring_q", "levels", "sp_tp", "sp_tp_flat"]

@@ -17,14 +17,10 @@ from greedy_reference import greedy_tokens
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.header import KvHeader
 from csps.protocols.errors import FaultError
-from csps.protocols.messages import (
-    Keep,
-    KvShare,
-    Release,
-    RequestFailed,
-    Sampling,
-    Span,
-)
+from csps.protocols.messages import Keep, Release, RequestFailed
+from csps.protocols.placement import KvShare
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
 
 GREEDY = Sampling(temperature=0, max_tokens=4)
 

@@ -19,7 +19,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kept_kv import KeptKv
 from csps.actors.kv_pool import KvPool, NotHeld
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
 RID = 1

@@ -22,7 +22,9 @@ from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 from held_steps import HeldSteps
 
-from csps.protocols.messages import PrefillJob, RequestFailed, Sampling
+from csps.protocols.messages import RequestFailed
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.sampling import Sampling
 
 LASTING = Sampling(temperature=0, max_tokens=300)
 

@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 
 from csps.actors.engine.kv_lifetime import KvLifetime
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 AWAY = (KvShare(instance=0, span=Span(start=0, stop=1)),)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool, NotHeld, OutOfSlots, PinnedSpan
 from csps.protocols.errors import from_wire, to_wire
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 KV_HEADS, HEAD_DIM = 2, 4
 

@@ -25,7 +25,8 @@ from csps.actors.strategies.ring_q import RingQ
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup
-from csps.protocols.messages import KvShare, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
 
 TIMINGS = 10
 LAYERS = 3

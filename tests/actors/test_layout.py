@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout, local_pieces
 from csps.actors.strategies.group import HeadSplit, SpGroup
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 
 @given(instances=st.integers(1, 5), tp=st.integers(1, 4))

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from property_examples import examples
 from tiny_checkpoints import make_checkpoint
 
-from csps.protocols.messages import KvLanded, KvShare, PrefillDone, Sampling
+from csps.protocols.messages import KvLanded, PrefillDone
+from csps.protocols.placement import KvShare
+from csps.protocols.sampling import Sampling
 
 LAYERS = 3
 INSTANCES = 3

@@ -27,7 +27,9 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
 from csps.actors.strategies.strategy import Strategy
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import KvShare, PrefillJob, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.span import Span
 
 several = settings(max_examples=examples(6), suppress_health_check=list(HealthCheck))
 

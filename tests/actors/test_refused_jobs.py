@@ -12,7 +12,8 @@ from greedy_reference import greedy_tokens
 
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.errors import ConfigError
-from csps.protocols.messages import PrefillDone, PrefillJob, RequestFailed
+from csps.protocols.messages import PrefillDone, RequestFailed
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.schema import pack
 
 GROUP = (0, 1)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from riders import reserve_riding, ride
 
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 
 
 def greedy(tokens: int) -> Sampling:

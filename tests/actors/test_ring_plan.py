@@ -15,8 +15,8 @@ from test_rings import Case, cases
 
 from csps.actors.strategies.ring_blocks import Block
 from csps.actors.strategies.ring_plan import RingPlan, with_history
-from csps.protocols.messages import PrefillJob, PrefillPiece
 from csps.protocols.placement import place, striped, zigzag
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 
 Counts = npt.NDArray[np.int64]
 

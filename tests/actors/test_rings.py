@@ -28,8 +28,9 @@ from csps.actors.strategies.group import SpGroup, span_positions
 from csps.actors.strategies.ring_kv import RingKv
 from csps.actors.strategies.ring_q import RingQ
 from csps.actors.timeline import Event, Timeline
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
-from csps.protocols.placement import place, striped, zigzag
+from csps.protocols.placement import KvShare, place, striped, zigzag
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 HEAD_DIM = 8
 RINGS = ("ring_kv", "ring_q")

@@ -25,7 +25,7 @@ from csps.actors.sampling import (
 )
 from csps.kernels.draw import candidates
 from csps.protocols.errors import InvalidRequest
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 
 VOCAB = 12
 GREEDY = Sampling(temperature=0.0, max_tokens=1000)

@@ -14,7 +14,8 @@ from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
 
 from csps.protocols.csa import CsaPlan
-from csps.protocols.messages import Sampling, TokenDrawn
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TokenDrawn
 
 TOKENS, LAYERS = 4, 3
 

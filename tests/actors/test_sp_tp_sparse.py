@@ -18,7 +18,8 @@ from torch import Tensor
 from csps.actors.strategies.sp_tp import SpTp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.errors import ConfigError
-from csps.protocols.messages import KvShare, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
 
 LAYERS = 5
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.actors.span_set import SpanSet
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 @given(

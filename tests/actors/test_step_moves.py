@@ -14,7 +14,9 @@ from csps.actors.engine.moves import moves_of, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
 from csps.actors.strategies.group import SpGroup
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 
 def some_of(draw: st.DrawFn, group: list[int]) -> list[int]:

@@ -13,7 +13,8 @@ from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 
 from csps.actors.engine.step_desk import StepDesk
-from csps.protocols.messages import PrefillPiece, Span
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
 
 
 class Waiting:

@@ -34,8 +34,8 @@ from csps.configurator.traffic import (
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.messages import PrefillJob, PrefillPiece
 from csps.protocols.placement import contiguous, place, zigzag
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.topology import Topology
 
 LAYERS, TOKENS, FP32 = 2, 48, 4

@@ -24,7 +24,7 @@ from csps.actors.kv_transfer.staging import Staging, launched_so_far
 from csps.actors.mesh import Mesh, Tag
 from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
 from csps.actors.transfers import Label, Transfers
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 CUDA = torch.device("cuda")
 LABEL = Label(phase="all-gather")

@@ -25,7 +25,7 @@ from csps.actors.mesh import GroupMaker, Mesh
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.even_share import even_share
-from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 
 HEAD_DIM = 8
 

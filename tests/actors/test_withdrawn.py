@@ -18,7 +18,9 @@ from csps.actors.csa import own_rows, owned_level
 from csps.actors.engine.choice import strategy_of
 from csps.actors.strategies import history, ring, sp_tp_attention, ulysses
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
-from csps.protocols.messages import KvShare, PrefillJob, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.span import Span
 
 MODULES: tuple[ModuleType, ...] = (
     history,

@@ -24,7 +24,10 @@ from torch import Tensor
 from csps.actors.kv_transfer.send_queue import SendQueue
 from csps.actors.kv_transfer.sending import Sending
 from csps.actors.strategies import query_blocks, ulysses
-from csps.protocols.messages import PrefillDone, PrefillJob, Span, TokenDrawn
+from csps.protocols.messages import PrefillDone
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.span import Span
+from csps.protocols.tokens import TokenDrawn
 
 RESERVED = 10**6
 """A request of no step."""

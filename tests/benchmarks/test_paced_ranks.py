@@ -15,18 +15,13 @@ from paced.ranks import Words
 
 from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.protocols.gang_client import GangClient
-from csps.protocols.messages import (
-    CancelRequest,
-    JoinBatch,
-    KvShare,
-    PrefillJob,
-    PrefillPiece,
-    Reserve,
-    Sampling,
-    Span,
-    Tokens,
-)
+from csps.protocols.messages import CancelRequest, JoinBatch, Reserve
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
+from csps.protocols.span import Span
+from csps.protocols.tokens import Tokens
 
 SECRET = b"only for tests"
 PATIENCE_S = 20.0

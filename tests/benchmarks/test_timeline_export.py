@@ -19,7 +19,7 @@ from perfetto_rows import by_row, crossings
 from csps.actors import timeline_export as engine_export
 from csps.actors.job_clock import JobClock
 from csps.actors.timeline import Event
-from csps.protocols.messages import PrefillJob
+from csps.protocols.prefill_job import PrefillJob
 from csps.services.telemetry.tracing import span_record
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

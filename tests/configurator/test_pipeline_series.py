@@ -28,7 +28,7 @@ from csps.configurator.pipeline.tp import simulate_tp
 from csps.configurator.pipeline.wiring import LinkSpeed
 from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 NOTHING = Line()
 ONLY_PAIRS = PhaseTimes(

@@ -7,7 +7,7 @@ import importlib
 import sys
 import threading
 
-from csps.protocols import messages
+from csps.protocols import placement, prefill_job, sampling, span
 from csps.protocols.schema import pack, unpack
 
 THREADS, ROUNDS = 2, 60
@@ -21,11 +21,13 @@ class Round:
 
     def begin(self) -> None:
         """Make all of them anew."""
-        it = importlib.reload(messages)
-        span = it.Span(start=0, stop=1)
-        shares = (it.KvShare(instance=0, span=span),)
-        piece = it.PrefillPiece(rid=1, start=0, length=1, history=shares, destinations=shares)
-        self.job = it.PrefillJob(job_id=1, group=(0,), bounds=(0, 1), pieces=(piece,))
+        for it in (span, placement, sampling, prefill_job):  # each after those that it uses
+            importlib.reload(it)
+        shares = (placement.KvShare(instance=0, span=span.Span(start=0, stop=1)),)
+        piece = prefill_job.PrefillPiece(
+            rid=1, start=0, length=1, history=shares, destinations=shares
+        )
+        self.job = prefill_job.PrefillJob(job_id=1, group=(0,), bounds=(0, 1), pieces=(piece,))
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ from csps.protocols.log_entries import (
     unpack_entries,
     unpack_reports,
 )
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 OWNER = 1
 

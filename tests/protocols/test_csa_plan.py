@@ -8,7 +8,9 @@ import pytest
 from csps.protocols import schema
 from csps.protocols.csa import CsaPlan, LayerGroup, halving, kept_tokens
 from csps.protocols.errors import ConfigError, ProtocolError
-from csps.protocols.messages import KvShare, PrefillJob, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.span import Span
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 

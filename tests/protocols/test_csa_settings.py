@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from csps.protocols.csa import CsaPlan, LayerGroup
 from csps.protocols.csa_settings import MICRO_PARTITIONS, CsaSettings
 from csps.protocols.errors import ConfigError
-from csps.protocols.messages import PrefillJob, PrefillPiece
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.topology import Location, Topology
 
 SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
-from csps.protocols.messages import KvShare, Span
 from csps.protocols.placement import (
+    KvShare,
     contiguous,
     place,
     round_robin,
@@ -17,6 +17,7 @@ from csps.protocols.placement import (
     zigzag,
     zigzag_of,
 )
+from csps.protocols.span import Span
 
 SPANS = st.builds(
     lambda start, extent, step: Span(start, start + extent, step),

@@ -15,9 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols import messages
+from csps.protocols import messages, prefill_job, tokens
 from csps.protocols.errors import ProtocolError
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
+from csps.protocols.span import Span
 
 
 class Color(enum.StrEnum):
@@ -186,19 +190,20 @@ def test_fields_that_no_message_may_have(kind: Any) -> None:
 
 
 def test_every_message_of_the_protocol_can_travel() -> None:
-    classes = [cls for cls in vars(messages).values() if is_dataclass(cls)]
-    assert len(classes) > 10
+    modules = (messages, prefill_job, tokens)
+    classes = {cls for it in modules for cls in vars(it).values() if is_dataclass(cls)}
+    assert len(classes) > 25
     for cls in classes:
         with pytest.raises(ProtocolError):  # compiles the converters, which is what could fail
             unpack(cls, None)
 
 
 def test_a_job_travels() -> None:
-    share = messages.KvShare(instance=1, span=messages.Span(start=0, stop=5))
-    piece = messages.PrefillPiece(rid=3, start=5, length=2, history=(share,))
-    piece = replace(piece, sampling=messages.Sampling(logit_bias={5: 1.5}, logprobs=3))
-    job = messages.PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 2), pieces=(piece,))
-    assert unpack(messages.PrefillJob, over_the_wire(pack(job))) == job
+    share = KvShare(instance=1, span=Span(start=0, stop=5))
+    piece = PrefillPiece(rid=3, start=5, length=2, history=(share,))
+    piece = replace(piece, sampling=Sampling(logit_bias={5: 1.5}, logprobs=3))
+    job = PrefillJob(job_id=1, group=(0, 1), bounds=(0, 1, 2), pieces=(piece,))
+    assert unpack(PrefillJob, over_the_wire(pack(job))) == job
 
 
 def test_threads_that_are_the_first_to_unpack_a_message() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csps.protocols.errors import ProtocolError
-from csps.protocols.messages import FinishReason, TokenDrawn, TokenLogprob, Tokens
 from csps.protocols.schema import pack, unpack
+from csps.protocols.tokens import FinishReason, TokenDrawn, TokenLogprob, Tokens
 
 _ids = st.integers(0, 2**31 - 1)
 _tops = st.builds(TokenLogprob, token=_ids, logprob=st.floats(max_value=0.0, allow_nan=False))

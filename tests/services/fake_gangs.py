@@ -26,18 +26,17 @@ from csps.protocols.messages import (
     JoinBatch,
     KvLanded,
     PrefillDone,
-    PrefillJob,
     RankDescription,
     RequestFailed,
     Reserve,
-    Sampling,
     SlotsFreed,
-    TokenDrawn,
-    Tokens,
 )
 from csps.protocols.plans import ENGINE_NAMES, StrategyChoice, StrategyChoices, StrategyQuestions
+from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.rpc_server import Peer, RpcServer
+from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
+from csps.protocols.tokens import TokenDrawn, Tokens
 from csps.services.cluster.attachment import Cluster, ClusterDeadlines
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.cluster.generations import MemoryGenerations

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny_checkpoints import make_tokenizer
 
 from csps.models.tokenizer import Tokenizer
-from csps.protocols.messages import TokenDrawn, TokenLogprob
 from csps.protocols.openai_responses import CompletionLogprobs
+from csps.protocols.tokens import TokenDrawn, TokenLogprob
 from csps.services.http.answer import Answer
 
 

@@ -14,7 +14,7 @@ from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.running import Generation, Running
 from csps.services.scheduling.policies.choice import make_policy

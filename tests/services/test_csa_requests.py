@@ -12,8 +12,9 @@ from fake_gangs import SHAPE, FakeCell, FakeGang, fake_cell, until
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError, InvalidRequest
-from csps.protocols.messages import PrefillDone, Sampling
+from csps.protocols.messages import PrefillDone
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.sampling import Sampling
 from csps.services.router.running import Generation, Running, Timings
 
 RULES = StrategyRules(SHAPE)

@@ -6,7 +6,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.errors import GangLost, QueueFull, TransferError
-from csps.protocols.messages import Sampling
+from csps.protocols.sampling import Sampling
 from csps.services.router.running import Generation, Running
 from csps.services.scheduling.scheduler import Counts
 from csps.services.telemetry.metrics import Metrics

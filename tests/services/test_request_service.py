@@ -19,9 +19,10 @@ from csps.protocols.errors import (
     QueueFull,
     TransferError,
 )
-from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed, TokenDrawn
+from csps.protocols.messages import LinkBroken, PrefillProgress, RequestFailed
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.protocols.schema import pack
+from csps.protocols.tokens import TokenDrawn
 from csps.services.router.running import Running
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.limits import QueueLimits

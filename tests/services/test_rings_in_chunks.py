@@ -9,8 +9,8 @@ import numpy as np
 from test_service_real_ranks import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
-from csps.protocols.messages import Sampling
 from csps.protocols.plans import ASKED_RINGS
+from csps.protocols.sampling import Sampling
 from csps.services.router.running import Generation
 from csps.services.scheduling.policies.choice import make_policy
 

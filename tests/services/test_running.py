@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from csps.protocols.errors import GangLost
-from csps.protocols.messages import Sampling, TokenDrawn
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TokenDrawn
 from csps.services.router.running import Generation, Running
 
 DEADLINE_S = 10

@@ -21,8 +21,8 @@ from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import Sampling
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.sampling import Sampling
 from csps.services.cluster.attachment import PAIR, Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.cluster.generations import MemoryGenerations

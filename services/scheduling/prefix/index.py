@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Keep, Release, Share
 from csps.services.scheduling.events import Kept
 from csps.services.scheduling.gangs import Gangs

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 import msgspec
 
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId, SequenceId
 from csps.services.scheduling.shares import tokens_on, within

@@ -19,7 +19,9 @@ from tiny_checkpoints import make_checkpoint
 from csps.actors.kv_transfer.header import KvHeader
 from csps.models.loading import load_network
 from csps.protocols.csa import CsaPlan, LayerGroup, Ratios, halving
-from csps.protocols.messages import RequestFailed, Sampling, TokenDrawn
+from csps.protocols.messages import RequestFailed
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TokenDrawn
 
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 8
 LOCATIONS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")

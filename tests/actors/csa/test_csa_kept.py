@@ -9,7 +9,7 @@ from csps.actors.csa.kept import nested_order
 from csps.actors.levels.geometry import Part
 from csps.actors.levels.schedule import DropSchedule, always_kept, kept_counts
 from csps.protocols.csa import CsaPlan, LayerGroup
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 
 PAIR = ("0-0-0", "0-0-1")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.delivery import Delivery
-from csps.protocols.messages import Span
+from csps.protocols.span import Span
 
 
 def pool_of(tokens: int) -> KvPool:

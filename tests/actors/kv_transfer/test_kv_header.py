@@ -11,9 +11,7 @@ from kv_ends import header
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.name_digest import name_digest
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import (
-    Span,
-)
+from csps.protocols.span import Span
 
 
 @given(

@@ -38,12 +38,9 @@ from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.name_digest import name_digest
 from csps.models.spec import ModelSpec, kv_head_range
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import (
-    KvLanded,
-    PrefillPiece,
-    RequestFailed,
-    Span,
-)
+from csps.protocols.messages import KvLanded, RequestFailed
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
 
 # --- between gangs of any shape ------------------------------------------------------------
 

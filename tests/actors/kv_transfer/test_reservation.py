@@ -12,9 +12,7 @@ from kv_ends import LAYERS, header, reservation
 
 from csps.actors.name_digest import name_digest
 from csps.protocols.errors import TransferError
-from csps.protocols.messages import (
-    Span,
-)
+from csps.protocols.span import Span
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ from csps.actors.kv_transfer.staging import Staging
 from csps.actors.mesh import PeerLost, Pending
 from csps.models.spec import ModelSpec
 from csps.protocols.errors import ConfigError, TransferError
-from csps.protocols.messages import KvShare, PrefillPiece, Span
+from csps.protocols.placement import KvShare
+from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.span import Span
 
 TOKENS = 10
 PREFILL = 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.actors.levels.geometry import LevelGeometry, Part, spanning_parts
-from csps.protocols.messages import PrefillPiece
+from csps.protocols.prefill_job import PrefillPiece
 from csps.protocols.topology import Topology
 
 

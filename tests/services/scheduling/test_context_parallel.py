@@ -14,8 +14,8 @@ from scheduler_cell import gang_up
 from scheduler_desk import Desk, only
 
 from csps.protocols.errors import ConfigError
-from csps.protocols.messages import Span
 from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
+from csps.protocols.span import Span
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.commands import Share

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.protocols.messages import Span
 from csps.protocols.placement import LAYOUTS
+from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.shares import laid_out, same, within
 
