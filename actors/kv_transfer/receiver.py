@@ -8,6 +8,7 @@ time.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from csps.actors.announce import request_failed
@@ -83,18 +84,19 @@ class KvReceiver:
         while True:
             self._connection.grant(peer, Grant(self._window, landed))
             header = self._connection.next_header(peer)
+            began_s = time.monotonic()
             if (charge := header.charge(head_dim)) > self._window:
                 raise TransferError(f"{header} is larger than what was granted, {self._window}")
             body = self._connection.receive(peer, header, head_dim, staging)
-            self._land(header, body, staging)
+            self._land(header, body, staging, began_s=began_s)
             landed += charge
 
-    def _land(self, header: KvHeader, body: KvBody, staging: Staging) -> None:
+    def _land(self, header: KvHeader, body: KvBody, staging: Staging, *, began_s: float) -> None:
         reservation = self._find(header.rid)
         if reservation is None:
             return  # cancelled while its KV was on the way
         try:
-            complete = self._store(reservation, header, body, staging)
+            complete = self._store(reservation, header, body, staging, began_s=began_s)
         except TransferError as exc:
             self._on_failed(request_failed(header.rid, self._rank, exc))
             return
@@ -102,7 +104,13 @@ class KvReceiver:
             self._on_landed(reservation.landed(self._rank))
 
     def _store(
-        self, reservation: Reservation, header: KvHeader, body: KvBody, staging: Staging
+        self,
+        reservation: Reservation,
+        header: KvHeader,
+        body: KvBody,
+        staging: Staging,
+        *,
+        began_s: float,
     ) -> bool:
         """Write what the header announced; whether the share is complete now, true only once."""
         # Not under the lock: it takes a while.
@@ -119,6 +127,7 @@ class KvReceiver:
                 raise
             with staging.copying():
                 self._write(reservation, header, body, staging)
+            reservation.received(body.nbytes, began_s=began_s)
             return not reservation.missing
 
     def _check(self, reservation: Reservation, header: KvHeader, body: KvBody) -> None:

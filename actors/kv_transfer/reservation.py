@@ -38,11 +38,15 @@ class Reservation:
     """(token, head, layer) entries yet to come."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while KV is written and while the request is freed, never both at once."""
+    received_bytes: int = 0
+    """Of keys and values."""
     closed: bool = False
     """Takes no more KV: it was freed, or wrong KV came."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
+        self._first_s: float | None = None
+        """When the first KV arrived."""
         self._epoch = name_digest(self.request.epoch)
         self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
         self._narrowed: dict[int, bool] = {}
@@ -53,8 +57,20 @@ class Reservation:
     def landed(self, rank: int) -> KvLanded:
         """All KV is here: what the router is told."""
         self._trace(NO_SPAN)
-        seconds = time.monotonic() - self.started
-        return KvLanded(rid=self.request.rid, rank=rank, tokens=self.tokens, seconds=seconds)
+        now = time.monotonic()
+        return KvLanded(
+            rid=self.request.rid,
+            rank=rank,
+            tokens=self.tokens,
+            seconds=now - self.started,
+            receiving_s=0.0 if self._first_s is None else now - self._first_s,
+            received_bytes=self.received_bytes,
+        )
+
+    def received(self, size: int, *, began_s: float) -> None:
+        """A message with so many bytes of KV was announced at `began_s` and has come."""
+        self._first_s = began_s if self._first_s is None else min(began_s, self._first_s)
+        self.received_bytes += size
 
     def adopt(self, span: Span) -> bool:
         """A span was computed here, in all layers; whether the share is complete now."""

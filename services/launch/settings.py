@@ -21,6 +21,7 @@ from csps.services.scheduling.policies.choice import check_pairing, make_policy
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -184,6 +185,20 @@ class HttpSettings(Section):
     """For the next byte of a body."""
 
 
+class SloSettings(Section):
+    """What requests are held to that bring no objectives of their own (`x-slo-*`): counted in
+    `csps:request_slo_total`, enforced nowhere. None counts nothing."""
+
+    ttft_ms: Milliseconds | None = None
+    """From submission to the first token."""
+    ttft_ms_per_1k_tokens: Duration = 0.0
+    """Added for every 1,000 prompt tokens."""
+    tpot_ms: Milliseconds | None = None
+    """Mean time per token after the first."""
+    e2e_ms: Milliseconds | None = None
+    """From submission to the last token."""
+
+
 class TelemetrySettings(Section):
     """Where spans go."""
 
@@ -256,6 +271,7 @@ class Settings(Section):
     kv_transfer: KvTransferSettings = KvTransferSettings()
     kv_reuse: KvReuseSettings = KvReuseSettings()
     topology: TopologySettings = TopologySettings()
+    slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")

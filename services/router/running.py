@@ -24,6 +24,7 @@ from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestC
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.prefix_key import PrefixKey
+from csps.services.router.slo import Slo
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -42,8 +43,7 @@ class Generation:
     """With attention "csa"."""
     strategy: AskedRing | None = None
     """Of exact attention, if one was asked for."""
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
+    slo: Slo = field(default_factory=Slo)
     prefix: PrefixKey | None = None
     """By which KV is found that others have left, and this is left to others; None: none is."""
     hashes: tuple[bytes, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import KvLanded
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
@@ -65,6 +66,8 @@ class LiveSequence:
     over: bool = False
     """Serves its request no more: tokens that still come for it are dropped."""
     last_token: int = -1
+    landed: list[KvLanded] = field(default_factory=list)
+    """What ranks with all of their KV of the prompt have said."""
 
     @property
     def id(self) -> SequenceId:
