@@ -14,6 +14,7 @@ from csps.loadgen.simulator.step_order import Task
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
+from csps.services.scheduling.shares import own
 from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of
 
 
@@ -216,7 +217,7 @@ def _flows(
     for piece, rows, history in zip(step.pieces, rows_of(step), step.history, strict=True):
         begins = all(it.origin for it in history)
         rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
-        for share in destinations.get(piece.sequence, ()):
+        for share in own(destinations.get(piece.sequence, ())):  # the rest is there already
             chunk = chunk_of(piece)
             wanted = share.span.intersection(Span(0, chunk.stop) if begins else chunk)
             for row in rows:

@@ -12,6 +12,7 @@ from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
 from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import own
 
 
 class InstanceRanks:
@@ -87,7 +88,7 @@ def live_sequence(command: Reserve, running: Running, decode: GangClient) -> Liv
         command=command,
         running=running,
         decode=decode,
-        unlanded=InstanceRanks(decode, iter({share.instance: 0 for share in command.shares})),
+        unlanded=InstanceRanks(decode, iter({it.instance: 0 for it in own(command.shares)})),
         unfreed=InstanceRanks(decode, iter(holders)),
         first_index=running.timings.tokens,
         next_index=running.timings.tokens,

@@ -19,7 +19,12 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.prefix.index import PrefixIndex
-from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
+from csps.services.scheduling.prefix.reused import (
+    Reused,
+    held_by_plan,
+    reused_by_plan,
+    reused_by_ride,
+)
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import bounds_of, outside, own, parts, tokens_on, within
@@ -88,6 +93,7 @@ class PlanChecks:
         pair = self.pair(plan)
         reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
         self._use(reused)
+        self._use(held_by_plan(plan, pair, self._requests.live, self._prefix))
         begun = {request: cached.shares for request, cached in reused.items()}
         found = histories_of(plan, begun, in_place=pair.in_place)
         for step, histories in zip(plan.steps, found, strict=True):

@@ -23,13 +23,21 @@ from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
 from csps.services.scheduling.plan_checks import PlanChecks
 from csps.services.scheduling.prefix.index import PrefixIndex
-from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
+from csps.services.scheduling.prefix.reused import (
+    Reused,
+    held_by_plan,
+    reused_by_plan,
+    reused_by_ride,
+)
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
-from csps.services.scheduling.state import Pair, Sequence, Step, Use
+from csps.services.scheduling.state import Gang, Pair, Sequence, Step, Use
 from csps.services.scheduling.step_shares import Histories, histories_of, left_by, slots_of
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
+
+Uses = dict[RequestId, Use]
+"""Of kept KV, by the request that begins with it."""
 
 
 class Plans:
@@ -79,27 +87,32 @@ class Plans:
     ) -> bool:
         """Carry a decision out, if all slots that it needs are empty; else have them emptied."""
         live, prefix = self._requests.live, self._prefix
+        held: Reused = {}
         if isinstance(decision, StartPlan):
             pair = checks.pair(decision)
             reused = reused_by_plan(decision, pair, live, prefix)
+            held = held_by_plan(decision, pair, live, prefix)
             gang = pair.prefill
         else:
             reused = reused_by_ride(decision, live, prefix)
             gang = self._gangs.instances[decision.placement.master].gang
-        uses = {it: prefix.use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+        uses = self._use(reused, gang)
+        holds = self._use(held, pair.decode) if held else {}
         if not prefix.make_room(needed):
-            for use in uses.values():
+            for use in (*uses.values(), *holds.values()):
                 prefix.leave(use)
             return False
         if isinstance(decision, StartPlan):
-            self._start(decision, pair, reused, uses)
+            self._start(decision, pair, reused, uses, holds)
         else:
             self._ride(decision, reused, uses)
         return True
 
-    def _start(
-        self, plan: StartPlan, pair: Pair, reused: Reused, uses: dict[RequestId, Use]
-    ) -> None:
+    def _use(self, reused: Reused, gang: Gang) -> Uses:
+        live, use = self._requests.live, self._prefix.use
+        return {it: use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+
+    def _start(self, plan: StartPlan, pair: Pair, reused: Reused, uses: Uses, holds: Uses) -> None:
         begun = {request: cached.shares for request, cached in reused.items()}
         sequences: dict[RequestId, Sequence] = {}
         for placement in plan.decode:
@@ -108,13 +121,21 @@ class Plans:
             if request.output_tokens == 1 and not pair.in_place:
                 # Nothing is decoded behind an only token, so that its KV need not go anywhere.
                 placement = msgspec.structs.replace(placement, shares=(), answer=())
-            sequence = self._sequences.start(request, pair, placement, uses.get(request.id), cached)
+            sequence = self._sequences.start(
+                request, pair, placement, uses.get(request.id), cached, holds.get(request.id)
+            )
             self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
-        if not pair.in_place and any(it.stays for it in sequences.values()):
-            for number, shares in left_by(plan, begun).items():
-                sequences[number].left = shares if sequences[number].stays else ()
+        staying = {
+            number: it
+            for number, it in sequences.items()
+            if not pair.in_place and self._prefix.may_stay(it.request, it.cached)
+        }
+        if staying:
+            left = left_by(plan, begun)
+            for number, sequence in staying.items():
+                sequence.left = left[number]
         steps = []
         found = histories_of(plan, begun, in_place=pair.in_place)
         for planned, histories in zip(plan.steps, found, strict=True):
@@ -124,7 +145,7 @@ class Plans:
             for step in steps:
                 step.plan = tuple(steps)
 
-    def _ride(self, ride: Ride, reused: Reused, uses: dict[RequestId, Use]) -> None:
+    def _ride(self, ride: Ride, reused: Reused, uses: Uses) -> None:
         request = self._requests.live[ride.placement.request]
         cached = reused[request.id].tokens if request.id in reused else 0
         sequence = self._sequences.ride(request, ride.placement, uses.get(request.id), cached)
@@ -149,7 +170,7 @@ class Plans:
                 rides=sequence.rides,
                 answer=sequence.answer,
                 cached=sequence.cached,
-                stays=sequence.stays and sequence.in_place,
+                stays=sequence.stays,
             )
         )
 

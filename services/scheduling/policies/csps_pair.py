@@ -360,7 +360,7 @@ class CspsPair:
         passed: list[tuple[Placed, int]] = []
         room = sum(it.free for it in self._prefill.spots) - job.tokens
         for other in line:
-            placed = self._decode.place(other.prompt_tokens, other.output_tokens)
+            placed = self._place(other)
             room -= other.prompt_tokens
             if placed is None or room < 0:
                 break
@@ -408,7 +408,8 @@ class CspsPair:
     def _place(self, request: RequestView) -> Placed | None:
         if self._too_long(request):
             return None
-        return self._decode.place(request.prompt_tokens, request.output_tokens)
+        kept = self._view.cached(request, self._gang.id)
+        return self._decode.place_behind(kept, request.prompt_tokens, request.output_tokens)
 
     def _add(self, job: _Job, request: RequestView, placed: Placed) -> None:
         self._decode.take(placed, request.output_tokens)
