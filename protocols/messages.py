@@ -226,6 +226,8 @@ class KvLanded:
     """Since the first of it arrived."""
     received_bytes: int = 0
     """Nothing of KV that lay here already."""
+    waited: float = 0.0
+    """Seconds that one of its senders has waited for its turn (`ReceivingBackends`), at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from csps.actors.kv_transfer.header import KvHeader
@@ -42,6 +43,10 @@ class Reservation:
     """Of keys and values."""
     closed: bool = False
     """Takes no more KV: it was freed, or wrong KV came."""
+    waited: float = 0.0
+    """Seconds that one of its senders has waited for its turn, at most."""
+    give_back: Callable[[], None] | None = None
+    """Gives up its turns (`ReceivingTurns`), if it has or wants any."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
@@ -56,6 +61,7 @@ class Reservation:
 
     def landed(self, rank: int) -> KvLanded:
         """All KV is here: what the router is told."""
+        self._trace_span.set_attribute("csps.kv_transfer.wait_ms", self.waited * 1e3)
         self._trace(NO_SPAN)
         now = time.monotonic()
         return KvLanded(
@@ -65,6 +71,7 @@ class Reservation:
             seconds=now - self.started,
             receiving_s=0.0 if self._first_s is None else now - self._first_s,
             received_bytes=self.received_bytes,
+            waited=self.waited,
         )
 
     def received(self, size: int, *, began_s: float) -> None:
@@ -84,6 +91,8 @@ class Reservation:
 
     def left(self) -> None:
         """The request is gone from this rank."""
+        if self.give_back is not None:
+            self.give_back()
         self._trace(NO_SPAN)
 
     def _trace(self, following: TraceSpan) -> None:

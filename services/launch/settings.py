@@ -128,6 +128,10 @@ class KvTransferSettings(Section):
     in_flight_mib: Count = 32
     """Host memory of a rank for KV on its way to or from the other gang. Its peers share it: with
     many ranks, or on a fast network that takes long to answer, more of it keeps links busy."""
+    receiving_backends: Count = 16
+    """Transfers that a decode rank takes at a time, each from one prefill rank: what more wants to
+    send waits in the order in which requests have first asked, and a request keeps its backends
+    until all of its KV has landed."""
     checksum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of messages whose bytes are compared where they land: 1 for hardware that is in doubt.
     A difference fails the attempt, which is repeated. None by default: TCP has checksums."""

@@ -159,6 +159,7 @@ class Reports:
         if sequence is None:
             return
         sequence.landed.append(landed)
+        sequence.running.landed_after(landed.waited)
         if sequence.unlanded.reported(instance, rank):
             self._tell(Landed(sequence=sequence.id, instance=instance, tokens=landed.tokens))
             if not sequence.unlanded:

@@ -99,7 +99,10 @@ class Metrics:
         self._e2e = seconds("e2e_request_latency_seconds", "Submission to last token.")
         self._queue = seconds("request_queue_time_seconds", "Waiting for a place.")
         self._prefill = seconds("request_prefill_time_seconds", "Prefill until the first token.")
-        self._transfer = seconds("kv_transfer_wait_seconds", "First token until the KV was there.")
+        self._landing = seconds("kv_landing_seconds", "First token until the KV was there.")
+        self._transfer_wait = seconds(
+            "kv_transfer_wait_seconds", "Longest wait of a request's KV for its turn to be sent."
+        )
         self._decode = seconds("request_decode_time_seconds", "Hand-over until the last token.")
         self._prompt_length = seconds(
             "request_prompt_tokens", "Prompt length.", TOKEN_COUNT_BUCKETS
@@ -151,7 +154,8 @@ class Metrics:
         self._success(finished_reason=reason).inc()
         self._answer_length.observe(timings.tokens)
         _observe(self._e2e, timings.total_s)
-        _observe(self._transfer, timings.transfer_s)
+        _observe(self._landing, timings.transfer_s)
+        _observe(self._transfer_wait, timings.transfer_wait_s)
         _observe(self._decode, timings.decode_s)
         _observe(self._tpot, time_per_output_token(timings))
         if reason != "cancelled":
