@@ -40,6 +40,7 @@ class Sequences:
         request: Request,
         pair: Pair,
         placement: DecodePlacement,
+        slots: dict[InstanceId, int],
         use: Use | None,
         cached: int,
         held: Use | None,
@@ -48,20 +49,27 @@ class Sequences:
 
         Args:
             placement: without shares if the step draws all that there is to draw.
+            slots: that it needs (`decode_slots`).
             use: of the KV of the prompt's first tokens, so many as are cached.
             held: of the KV that the placement names, on a gang that decodes only.
         """
-        sequence = self._new(request, pair, placement, tokens_on(own(placement.shares)))
+        unlanded = tokens_on(own(placement.shares))
+        sequence = self._new(request, pair, placement, slots, unlanded)
         sequence.held = held
         return self._reusing(sequence, use, cached)
 
     def ride(
-        self, request: Request, placement: DecodePlacement, use: Use | None, cached: int
+        self,
+        request: Request,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        use: Use | None,
+        cached: int,
     ) -> Sequence:
         """The same for a sequence that joins at once; its gang owes tokens from now on."""
         gang = self._gangs.instances[placement.master].gang
         pair = Pair(prefill=gang, decode=gang)
-        sequence = self._new(request, pair, placement, {}, rides=True)
+        sequence = self._new(request, pair, placement, slots, {}, rides=True)
         sequence.joined_ns = self._turn.now_ns
         gang.owing[sequence.id] = self._turn.now_ns
         return self._reusing(sequence, use, cached)
@@ -78,11 +86,11 @@ class Sequences:
         request: Request,
         pair: Pair,
         placement: DecodePlacement,
+        slots: dict[InstanceId, int],
         unlanded: dict[InstanceId, int],
         *,
         rides: bool = False,
     ) -> Sequence:
-        slots = decode_slots(placement, request.output_tokens)
         master = self._gangs.instances[placement.master]
         sequence = Sequence(
             id=self._gangs.next_id("sequence"),
@@ -366,12 +374,11 @@ def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]
     where no KV goes."""
     if not placement.shares:
         return {}
-    slots = tokens_on(own(placement.shares))
-    to_come = tokens_on(placement.answer) or {placement.master: output_tokens}
-    for instance, tokens in to_come.items():
-        slots[instance] = slots.get(instance, 0) + tokens
-    for instance in (placement.master, *(it.instance for it in placement.shares)):
-        slots.setdefault(instance, 0)
+    slots = {placement.master: 0 if placement.answer else output_tokens}
+    for it in placement.shares:
+        slots[it.instance] = slots.get(it.instance, 0) + (0 if it.origin else it.tokens)
+    for it in placement.answer:
+        slots[it.instance] = slots.get(it.instance, 0) + it.tokens
     return slots
 
 

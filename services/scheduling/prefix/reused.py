@@ -78,7 +78,7 @@ def _kept(live: Live, number: RequestId, gang: GangId, tokens: int, prefix: Pref
 
 
 def _named(placement: DecodePlacement) -> tuple[Share, ...]:
-    return tuple(it for it in placement.shares if it.origin)
+    return tuple([it for it in placement.shares if it.origin])
 
 
 def _tokens(shares: Iterable[Share]) -> int:
