@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import torch
 
+from csps.configurator.interval import wilson
 from csps.models.needle_prompts.filler_kinds import FILLER_KINDS
 from csps.models.needle_prompts.questions import ORDERS, Kind, Order, Question, ask, is_correct
 from csps.models.needle_prompts.words import split_words
 from csps.services.evaluation.cases import Case, Evaluation, cases
-from csps.services.evaluation.interval import wilson
 from csps.services.evaluation.local_answerer import LocalAnswerer
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch.settings import shipped_models

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 WRITE_S = 10.0
 """For other processes to end their transactions, which take milliseconds."""
 
@@ -109,6 +109,8 @@ class AccuracyRow:
     questions: int
     right_exact: int
     right: int
+    divergence: float
+    """KL divergence from exact attention's next token to this one's, nats, mean."""
     date: str
 
 
@@ -233,13 +235,13 @@ class ScalingInformationBase:
         self._check(identity)
 
     def _renew(self) -> None:
-        """Schema 1 had fewer columns for accuracy, of which nothing had been measured yet."""
-        if self._version() == 1:
+        """Schemas 1 and 2 had fewer columns for accuracy, of which nothing had been measured."""
+        if self._version() in (1, 2):
             with self._transaction():
-                if self._version() == 1:
+                if self._version() in (1, 2):
                     self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
                     self._make_table(AccuracyRow)
-                    self._database.execute("PRAGMA user_version = 2")
+                    self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _prepare(self, identity: Identity) -> None:
         if self._version() == 0:

@@ -9,10 +9,17 @@ from csps.configurator.regressors.samples import AccuracySample, Setting
 from csps.configurator.scaling_information_base import AccuracyRow
 from csps.protocols.csa_settings import CsaSettings
 
+PLAIN_TEXT = "plain text"
+"""The kind of questions that is none: which token comes next."""
+RETRIEVES = 0.5
+"""A model that answers fewer of a kind's questions rightly, with exact attention, has no answers of
+that kind to lose."""
+
 
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
     """One for each configuration that was measured. Of its kinds of questions the one that loses
-    most counts: a bound is to be kept whatever is asked.
+    most counts: a bound is to be kept whatever is asked. Plain text counts where the model answers
+    none of them.
 
     Args:
         layers: of the model.
@@ -21,9 +28,17 @@ def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[Accura
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
     return [
-        max((_sum(setting, kind) for kind in by_kind.values()), key=lambda it: it.loss)
+        max(_counting(setting, by_kind), key=lambda it: it.loss)
         for setting, by_kind in by_setting.items()
     ]
+
+
+def _counting(setting: Setting, by_kind: dict[str, list[AccuracyRow]]) -> list[AccuracySample]:
+    """The kinds that say what a configuration loses."""
+    sums = {kind: _sum(setting, rows) for kind, rows in by_kind.items()}
+    text = sums.pop(PLAIN_TEXT, None)
+    answered = [it for it in sums.values() if it.right_exact >= RETRIEVES * it.questions]
+    return answered or ([text] if text else list(sums.values()))
 
 
 def places_of(group_shape: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
+from csps.configurator.interval import wilson
 from csps.configurator.phase_times import Amounts
 from csps.configurator.regressors.pairs import pairs_by_level
 from csps.protocols.csa import halving
@@ -73,6 +74,20 @@ class AccuracySample:
     def loss(self) -> float:
         """Drop of the share of right answers; noise that gains some is no gain."""
         return max(0.0, (self.right_exact - self.right) / self.questions)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of 95 %, within which the loss lies."""
+        return loss_interval(self.questions, self.right_exact, self.right)
+
+
+def loss_interval(questions: int, right_exact: int, right: int) -> tuple[float, float]:
+    """Of 95 %, for answers to the same questions.
+
+    What counts is how many answers were lost; where some others were won, which is chance, as many
+    more were lost, and the interval is a little too narrow.
+    """
+    return wilson(max(0, right_exact - right), questions)
 
 
 def features(setting: Setting) -> tuple[float, ...]:

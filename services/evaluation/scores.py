@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+from csps.configurator.interval import wilson
 from csps.models.needle_prompts.questions import Kind, is_correct
 from csps.models.needle_prompts.words import Count
 from csps.services.evaluation.cases import Case, Evaluation, cases
-from csps.services.evaluation.interval import wilson
 
 
 class Answerer(Protocol):

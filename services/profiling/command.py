@@ -1,24 +1,35 @@
-"""`csps profile steps|links|phases|ring`: measure, keep what was measured, fit and show."""
+"""`csps profile steps|links|phases|ring|accuracy`: measure, keep what was measured, and show it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from csps.configurator.scaling_information_base import (
+    AccuracyRow,
     FitRow,
     LinkRow,
     ScalingInformationBase,
     StepRow,
 )
+from csps.models.spec import read_spec
 from csps.services.cluster.gangs import resolve_device
+from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.model_check import check_model
 from csps.services.launch.settings import Settings
+from csps.services.profiling.accuracy.points import QUICK as QUICK_POINTS
+from csps.services.profiling.accuracy.points import Enumeration
+from csps.services.profiling.accuracy.profile import AccuracyProfile
+from csps.services.profiling.accuracy.report import accuracy_lines
 from csps.services.profiling.fitting import EXACT, fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
@@ -48,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
             elif arguments.what == "phases":
                 _say(f"one rank; measurements are kept in {base.path}")
                 asyncio.run(measure_phases(base, settings, quick=arguments.quick))
+            elif arguments.what == "accuracy":
+                _accuracy(base, settings, arguments)
             else:
                 asyncio.run(_links(base, settings, quick=arguments.quick))
         finally:
@@ -61,6 +74,18 @@ async def _links(base: ScalingInformationBase, settings: Settings, *, quick: boo
     _say(f"two ranks of this machine, {len(sizes)} sizes; measurements are kept in {base.path}")
     for size, seconds in (await measure_link(sizes, host="127.0.0.1", device=device)).items():
         base.add(LinkRow(kind=INSIDE, bytes=size, seconds=seconds, load=load, date=_now()))
+
+
+def _accuracy(
+    base: ScalingInformationBase, settings: Settings, arguments: argparse.Namespace
+) -> None:
+    points = QUICK_POINTS if arguments.quick else Enumeration()
+    if arguments.lengths:
+        points = replace(points, lengths=tuple(sorted(arguments.lengths)))
+    _say(f"the model in this process; measurements are kept in {base.path}")
+    limit_s = math.inf if arguments.limit is None else arguments.limit
+    model = LocalModel.load(settings.model_dir, getattr(torch, settings.dtype))
+    AccuracyProfile(base, model, points, _say, limit_s=limit_s).run()
 
 
 def _fit(base: ScalingInformationBase, settings: Settings) -> LatencyTable | None:
@@ -83,6 +108,9 @@ def _show(
         lines = link_lines(base.rows(LinkRow))
     elif what == "phases":
         lines = list(phase_lines(base, settings))
+    elif what == "accuracy":
+        layers = read_spec(settings.model_dir).layers
+        lines = list(accuracy_lines(base.rows(AccuracyRow), layers=layers))
     elif what == "ring":
         lines = list(ring_lines(base.rows(StepRow), fit_rings(base)))
     else:
@@ -103,9 +131,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="csps profile",
         description="Measure what steps, links and phases take on this machine, with the ranks of "
-        "the configured server, which should not run meanwhile.",
+        "the configured server, which should not run meanwhile; or which right answers sparse "
+        "attention loses.",
     )
-    parser.add_argument("what", choices=("steps", "links", "phases", "ring"))
+    parser.add_argument("what", choices=("steps", "links", "phases", "ring", "accuracy"))
     parser.add_argument("--config", type=Path, default=Path("config.yaml"))
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
@@ -113,6 +142,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer points, a minute")
     parser.add_argument(
         "--limit", type=float, metavar="SECONDS", help="begin nothing new after so long"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", metavar="TOKENS", help="of prompts; with accuracy"
     )
     parser.add_argument("--again", action="store_true", help="also what has been measured")
     return parser.parse_args(argv)

@@ -46,7 +46,7 @@ ROWS = [
     AccuracyRow(
         kind="two_hop", tokens=4096, strategy="ntp", levels=2, drop_ratio=0.25,
         importance_layer="same", importance_window=64, group_shape="2", questions=50,
-        right_exact=49, right=48, date="d",
+        right_exact=49, right=48, divergence=0.25, date="d",
     ),
     FitRow(name="latency", digest="ab", canonical=b"\x00{}", date="d"),
 ]  # fmt: skip
@@ -110,17 +110,18 @@ def test_another_schema_is_refused(path: Path) -> None:
     ScalingInformationBase.create(path, HERE).close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(ConfigError, match=r"schema 2 \(found 99\)"):
+    with pytest.raises(ConfigError, match=r"schema 3 \(found 99\)"):
         ScalingInformationBase.read(path, HERE)
 
 
-def test_a_base_of_schema_1_keeps_what_was_measured(path: Path) -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_base_of_an_older_schema_keeps_what_was_measured(path: Path, schema: int) -> None:
     with ScalingInformationBase.create(path, HERE) as base:
         base.add(STEP)
     with sqlite3.connect(path) as database:
         database.execute("DROP TABLE accuracy")
         database.execute("CREATE TABLE accuracy (tokens INTEGER NOT NULL)")
-        database.execute("PRAGMA user_version = 1")
+        database.execute(f"PRAGMA user_version = {schema}")
     for opening in (ScalingInformationBase.read, ScalingInformationBase.create):
         again = opening(path, HERE)
         assert again is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel
-from csps.configurator.regressors.measured import accuracy_samples, places_of
+from csps.configurator.regressors.measured import PLAIN_TEXT, accuracy_samples, places_of
 from csps.configurator.scaling_information_base import (
     AccuracyRow,
     LinkRow,
@@ -38,6 +39,7 @@ def row(ratio: float, right: int, *, kind: str = "single", questions: int = 100)
         questions=questions,
         right_exact=questions,
         right=right,
+        divergence=0.0,
         date="d",
     )
 
@@ -83,6 +85,14 @@ def test_of_kinds_of_questions_the_worst_counts_and_rows_of_a_kind_add_up() -> N
     assert more.loss == 0
     (summed,) = accuracy_samples(rows[:2], layers=4)
     assert (summed.loss, summed.questions) == (0.02, 200)
+
+
+def test_plain_text_counts_where_the_model_answers_nothing() -> None:
+    text = row(0.5, 60, kind=PLAIN_TEXT)
+    retrieving = [text, row(0.5, 97)]
+    assert [it.loss for it in accuracy_samples(retrieving, layers=4)] == [0.03]
+    guessing = [text, replace(row(0.5, 1), right_exact=2)]
+    assert [it.loss for it in accuracy_samples(guessing, layers=4)] == [0.4]
 
 
 def test_places_of_a_shape() -> None:

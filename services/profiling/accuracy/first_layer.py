@@ -1,0 +1,57 @@
+"""The first layer's rows, which no configuration changes: it never drops anything.
+
+Shape suffixes: n rows, h query heads, g KV heads, d hidden or head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csps.kernels.attention import attention
+from csps.models.network import Network
+
+
+@dataclass(frozen=True)
+class FirstLayer:
+    """Of a text; another text can be put behind it without computing it again."""
+
+    q_nhd: Tensor
+    k_ngd: Tensor
+    v_ngd: Tensor
+    x_nd: Tensor
+    """After the layer."""
+
+    @classmethod
+    def of(cls, network: Network, token_ids: Sequence[int]) -> FirstLayer:
+        """Of a text from position 0 on."""
+        spec, like = network.spec, network.embedding_vd
+        nothing = like.new_empty(0, spec.kv_heads, spec.head_dim)
+        no_queries = like.new_empty(0, spec.heads, spec.head_dim)
+        empty = cls(no_queries, nothing, nothing, like.new_empty(0, spec.hidden))
+        return empty.followed_by(network, token_ids)
+
+    def followed_by(self, network: Network, token_ids: Sequence[int]) -> FirstLayer:
+        """With more tokens behind it."""
+        begin, layer = len(self.x_nd), network.layers[0]
+        end = begin + len(token_ids)
+        x_nd = network.embed(torch.tensor(token_ids))
+        q_nhd, k_ngd, v_ngd = layer.qkv(x_nd, network.rotary(torch.arange(begin, end)))
+        k_ngd, v_ngd = torch.cat((self.k_ngd, k_ngd)), torch.cat((self.v_ngd, v_ngd))
+        out_nhd, _ = attention(
+            q_nhd,
+            k_ngd,
+            v_ngd,
+            q_positions=range(begin, end),
+            k_positions=range(end),
+            scale=network.spec.scale,
+        )
+        return FirstLayer(
+            torch.cat((self.q_nhd, q_nhd)),
+            k_ngd,
+            v_ngd,
+            torch.cat((self.x_nd, layer.finish(x_nd, out_nhd))),
+        )

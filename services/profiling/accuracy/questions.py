@@ -1,0 +1,206 @@
+"""What is asked: needle prompts of several kinds, and plain text.
+
+Shape suffixes: s scored rows, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from torch import Tensor
+
+from csps.configurator.regressors.measured import PLAIN_TEXT
+from csps.models.needle_prompts.filler_kinds import filler_of
+from csps.models.needle_prompts.haystack import build_haystack
+from csps.models.needle_prompts.questions import Kind, Order
+from csps.services.evaluation.cases import Case, Evaluation, cases
+from csps.services.evaluation.local_model import LocalModel
+from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
+from csps.services.profiling.accuracy.first_layer import FirstLayer
+
+QUESTIONS = 400
+"""Of each kind, to a point."""
+ROUND = 40
+"""Questions between two looks at what is worth asking on."""
+SHARE = 8
+"""Questions to one haystack: as many facts lie in it, in that of two steps twice as many."""
+TEXT = "english"
+"""The filler that plain text is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of one prompt."""
+
+    questions: int
+    right_exact: int
+    right: int
+    divergence: float
+    """KL divergence from exact attention's next token to this one's, nats, mean."""
+
+
+class Asked(Protocol):
+    """A prompt ready to be computed."""
+
+    @property
+    def prompt(self) -> EmulatedPrompt:
+        """With its answer."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, without its answer."""
+        ...
+
+    def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
+        """Of logits."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedQuestion:
+    """One question. Right is an answer that greedy decoding would give in full: each token where
+    those before it were right, and the end behind the last one."""
+
+    prompt: EmulatedPrompt
+    tokens: int
+    answer: list[int]
+    stop_ids: frozenset[int]
+
+    def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
+        """See `Asked`."""
+        return Score(
+            questions=1,
+            right_exact=self._right(exact_sv),
+            right=self._right(sparse_sv),
+            divergence=_divergence(exact_sv, sparse_sv),
+        )
+
+    def _right(self, logits_sv: Tensor) -> bool:
+        *drawn, last = logits_sv.argmax(dim=1).tolist()
+        return drawn == self.answer and last in self.stop_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedText:
+    """Plain text. Right is a next token that exact attention has as the likeliest too."""
+
+    prompt: EmulatedPrompt
+    tokens: int
+
+    def score(self, exact_sv: Tensor, sparse_sv: Tensor) -> Score:
+        """See `Asked`."""
+        agree = exact_sv.argmax(dim=1) == sparse_sv.argmax(dim=1)
+        return Score(
+            questions=len(agree),
+            right_exact=len(agree),
+            right=int(agree.sum()),
+            divergence=_divergence(exact_sv, sparse_sv),
+        )
+
+
+class QuestionKind(Protocol):
+    """A kind of questions, asked in rounds."""
+
+    @property
+    def name(self) -> str:
+        """Under which the scaling information base has it."""
+        ...
+
+    @property
+    def rounds(self) -> int:
+        """To a point."""
+        ...
+
+    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[Asked]:
+        """Of a round; always the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class NeedleQuestions:
+    """Facts hidden in generated text."""
+
+    kind: Kind
+    order: Order
+
+    @property
+    def name(self) -> str:
+        """See `QuestionKind`."""
+        return f"{self.kind}, question {self.order}"
+
+    @property
+    def rounds(self) -> int:
+        """See `QuestionKind`."""
+        return QUESTIONS // ROUND
+
+    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedQuestion]:
+        """See `QuestionKind`."""
+        evaluation = Evaluation(
+            kinds=(self.kind,), questions=QUESTIONS, share=SHARE, needles=SHARE, order=self.order
+        )
+        haystacks = cases(evaluation, self.kind, tokens - 1, model.count)
+        each = ROUND // SHARE
+        for case in islice(haystacks, number * each, (number + 1) * each):
+            yield from _asked(model, case)
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """The next token, in the last quarter of real text. A text is a round."""
+
+    name: str = PLAIN_TEXT
+    rounds: int = 4
+
+    def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedText]:
+        """See `QuestionKind`."""
+        rng = random.Random(f"plain text/{tokens}/{number}")
+        text = build_haystack(rng, tokens, (), model.count, filler_of(TEXT)).text
+        ids = model.tokenizer.encode(text).ids[:tokens]
+        scored = range(len(ids) - len(ids) // 4, len(ids))
+        prompt = EmulatedPrompt(model.network, FirstLayer.of(model.network, ids), scored)
+        yield AskedText(prompt=prompt, tokens=len(ids))
+
+
+KINDS: tuple[QuestionKind, ...] = (
+    NeedleQuestions("multi_key", "last"),
+    NeedleQuestions("two_hop", "last"),
+    NeedleQuestions("multi_key", "first"),
+    NeedleQuestions("two_hop", "first"),
+    NeedleQuestions("multi", "last"),
+    PlainText(),
+)
+
+
+def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:
+    """The first layer of what stands before a question is computed once for all that share it."""
+    network, known = model.network, {}
+    for question in case.questions:
+        before, cue = question.around(case.order)
+        if before not in known:
+            ids = model.tokenizer.encode(before + case.haystack.text).ids
+            known = {before: FirstLayer.of(network, ids)}
+        first = known[before]
+        behind, answer = (_encoded(model, text) for text in (cue, f" {question.answer}"))
+        tokens = len(first.x_nd) + len(behind)
+        scored = range(tokens - 1, tokens + len(answer))
+        yield AskedQuestion(
+            prompt=EmulatedPrompt(network, first.followed_by(network, behind + answer), scored),
+            tokens=tokens,
+            answer=answer,
+            stop_ids=model.stop_ids,
+        )
+
+
+def _encoded(model: LocalModel, text: str) -> list[int]:
+    ids: list[int] = model.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _divergence(exact_sv: Tensor, sparse_sv: Tensor) -> float:
+    exact_log, sparse_log = exact_sv.log_softmax(dim=1), sparse_sv.log_softmax(dim=1)
+    return float((exact_log.exp() * (exact_log - sparse_log)).sum(dim=1).mean())

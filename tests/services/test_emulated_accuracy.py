@@ -1,0 +1,254 @@
+"""What one process computes of a group is what its ranks compute; and which points are asked on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, job_of, strategy_ranks
+from tiny_checkpoints import make_checkpoint
+
+from csps.actors.csa.strategy import Csa
+from csps.actors.engine.engine import Engine
+from csps.actors.levels.schedule import DropSchedule
+from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.sp_tp import SpTp
+from csps.configurator.enumeration import Judging
+from csps.configurator.scaling_information_base import (
+    AccuracyRow,
+    Identity,
+    ScalingInformationBase,
+)
+from csps.protocols.csa import CsaPlan
+from csps.services.evaluation.local_model import LocalModel
+from csps.services.launch.settings import shipped_models
+from csps.services.profiling.accuracy import profile
+from csps.services.profiling.accuracy.emulated_group import EmulatedGroup
+from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
+from csps.services.profiling.accuracy.first_layer import FirstLayer
+from csps.services.profiling.accuracy.points import Branch, Enumeration, Point
+from csps.services.profiling.accuracy.profile import HOPELESS, AccuracyProfile
+from csps.services.profiling.accuracy.questions import (
+    KINDS,
+    NeedleQuestions,
+    PlainText,
+    QuestionKind,
+    Score,
+)
+
+LAYERS, HEADS, KV_HEADS = 5, 4, 2
+TOKENS = 70
+EVEN = (0, 17, 35, 52, 70)
+HERE = Identity(weights="w", dtype="float32", device="cpu", cores=1, torch="2", ranks_per_core=1.0)
+
+
+@pytest.fixture(scope="module")
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
+    model = make_checkpoint(
+        tmp_path_factory.mktemp("emulated"),
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=8,
+    )
+    with strategy_ranks(model, instances=4) as ranks:
+        yield ranks
+
+
+def point(strategy: str, layer: str, ratio: float, levels: int = 3) -> Point:
+    branch = Branch(
+        tokens=TOKENS,
+        group_shape="2+2",
+        strategy="tp" if strategy == "tp" else "ntp",
+        levels=levels,
+        judging=Judging(layer, 8),
+    )
+    return Point(branch=branch, drop_ratio=ratio)
+
+
+def strategy_of(group: EmulatedGroup) -> MakeStrategy:
+    def ntp(ranks: SpGroup, engine: Engine) -> Csa:
+        schedule = DropSchedule(
+            plan=group.plan,
+            layers=LAYERS,
+            kv_heads=engine.kv_heads,
+            total_kv_heads=KV_HEADS,
+        )
+        return Csa(ranks, schedule, engine.pool, heads=engine.heads, scale=engine.spec.scale)
+
+    return (lambda ranks, engine: SpTp(ranks, engine, group.plan)) if group.tensor_parallel else ntp
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layer", "ratio", "levels"),
+    [
+        ("ntp", "previous", 0.5, 3),
+        ("ntp", "same", 0.7, 3),
+        ("ntp", "same", 0.4, 2),
+        ("tp", "previous", 0.6, 3),
+    ],
+)
+def test_one_process_computes_what_ranks_compute(
+    gang: StrategyRanks, strategy: str, layer: str, ratio: float, levels: int
+) -> None:
+    spec = gang.network.spec
+    group = point(strategy, layer, ratio, levels).group(spec, TOKENS)
+    group = replace(group, plan=replace(group.plan, sinks=2, tail=5))
+    prompt = gang.prompt(0, TOKENS)
+    with torch.inference_mode():
+        first = FirstLayer.of(gang.network, prompt.tolist())
+        last_part = range(EVEN[-2], TOKENS)
+        emulated = EmulatedPrompt(gang.network, first, last_part).logits(group)
+        exact = EmulatedPrompt(gang.network, first, last_part).logits(
+            EmulatedGroup(spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=TOKENS)
+        )
+    name = "csa" if strategy == "ntp" else "sp_tp"
+    job = job_of(EVEN, [TOKENS], strategy=name, csa=group.plan)
+    with torch.inference_mode():
+        computed = gang.network.logits(gang.run(job, strategy_of(group))[-1].x_td)
+        dense = gang.network.logits(gang.forwards(job)[0].x_td[EVEN[-2] :])
+    assert_near(emulated, computed)
+    assert_near(exact, dense)
+    assert (emulated - exact).abs().max() > 1e-3, "nothing was dropped"
+
+
+def test_what_configurations_have_in_common_changes_none_of_them(gang: StrategyRanks) -> None:
+    points = [
+        point(strategy, layer, ratio)
+        for strategy, layer in (("ntp", "previous"), ("ntp", "same"), ("tp", "previous"))
+        for ratio in (0.3, 0.8)
+    ]
+    groups = [it.group(gang.network.spec, TOKENS - 3) for it in points]
+    ids = gang.prompt(1, TOKENS).tolist()
+    scored = range(TOKENS - 4, TOKENS)
+    with torch.inference_mode():
+        behind = FirstLayer.of(gang.network, ids[:50]).followed_by(gang.network, ids[50:])
+        shared = EmulatedPrompt(gang.network, behind, scored)
+        whole = FirstLayer.of(gang.network, ids)
+        for group in [*groups, *groups]:
+            alone = EmulatedPrompt(gang.network, whole, scored).logits(group)
+            assert_near(shared.logits(group), alone)
+
+
+# --- questions ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def needle() -> LocalModel:
+    return LocalModel.load(shipped_models() / "needle")
+
+
+@pytest.mark.parametrize("kind", [NeedleQuestions("two_hop", "last"), PlainText()])
+def test_with_nothing_dropped_nothing_is_lost(needle: LocalModel, kind: QuestionKind) -> None:
+    spec = needle.network.spec
+    with torch.inference_mode():
+        asked = next(iter(kind.asked(needle, 256, 0)))
+        exact_group = EmulatedGroup(
+            spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
+        )
+        exact = asked.prompt.logits(exact_group)
+        by_levels = asked.prompt.logits(point("ntp", "same", 0.0).group(spec, asked.tokens))
+        blind = exact.flip(1)
+    score = asked.score(exact, by_levels)
+    assert score.questions == score.right_exact == score.right
+    assert abs(score.divergence) < 1e-4
+    assert asked.score(exact, blind).right < score.questions
+    assert asked.score(exact, blind).divergence > 1.0
+
+
+def test_kinds_are_told_apart_by_their_names() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+# --- what is asked -----------------------------------------------------------------------------
+
+
+@dataclass
+class ScriptedKind:
+    """Ten questions a round, of which so many are lost as the ratio says."""
+
+    name: str
+    share: float
+    rounds: int = 4
+
+    def asked(self, model: Any, tokens: int, number: int) -> Iterator[Any]:
+        yield ScriptedPrompt(self.share)
+
+
+@dataclass
+class ScriptedPrompt:
+    """Its logits are the group's drop ratio; and so many answers are lost."""
+
+    share: float
+    tokens: int = 64
+
+    @property
+    def prompt(self) -> ScriptedPrompt:
+        return self
+
+    def logits(self, group: EmulatedGroup) -> float:
+        groups = group.plan.layer_groups
+        return groups[0].drop_ratios[0][0] if groups else 0.0
+
+    def score(self, exact: float, sparse: float) -> Score:
+        lost = round(100 * min(1.0, self.share * sparse))
+        return Score(questions=100, right_exact=100, right=100 - lost, divergence=lost / 100)
+
+
+BRANCHES = Enumeration(
+    lengths=(64,),
+    group_shapes=("2",),
+    judging=(("ntp", Judging("same", 8)),),
+    drop_ratios=(0.1, 0.5, 0.9, 0.95),
+)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    path: Path,
+    kinds: list[ScriptedKind],
+    network: Any,
+    **options: float,
+) -> dict[tuple[float, str], int]:
+    """Rounds by drop ratio and kind, of all runs so far."""
+    monkeypatch.setattr(profile, "KINDS", tuple(kinds))
+    model = LocalModel(network, None, frozenset())  # type: ignore[arg-type]
+    with ScalingInformationBase.create(path, HERE) as base:
+        AccuracyProfile(base, model, BRANCHES, lambda line: None, **options).run()
+        rounds: dict[tuple[float, str], int] = {}
+        for row in base.rows(AccuracyRow):
+            at = row.drop_ratio, row.kind
+            rounds[at] = rounds.get(at, 0) + 1
+    return rounds
+
+
+def test_a_branch_ends_where_most_is_lost(
+    gang: StrategyRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = run(monkeypatch, tmp_path / "sib", [ScriptedKind("a", 0.8)], gang.network)
+    assert rounds == {(ratio, "a"): 4 for ratio in (0.1, 0.5, 0.9)} | {(0.95, "a"): 1}
+    assert HOPELESS == 0.5
+
+
+def test_a_kind_that_surely_loses_less_is_not_asked_on(
+    gang: StrategyRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kinds = [ScriptedKind("worse", 0.5), ScriptedKind("better", 0.0)]
+    rounds = run(monkeypatch, tmp_path / "sib", kinds, gang.network)
+    assert {rounds[ratio, "worse"] for ratio in (0.1, 0.5, 0.9)} == {4}
+    assert rounds[0.9, "better"] == 2
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    gang: StrategyRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kinds, path = [ScriptedKind("a", 0.1)], tmp_path / "sib"
+    assert run(monkeypatch, path, kinds, gang.network, limit_s=-1.0) == {}
+    once = run(monkeypatch, path, [replace(kinds[0], rounds=1)], gang.network)
+    assert set(once.values()) == {1}
+    assert set(run(monkeypatch, path, kinds, gang.network).values()) == {4}
+    assert set(run(monkeypatch, path, kinds, gang.network).values()) == {4}
