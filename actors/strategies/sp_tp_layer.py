@@ -97,7 +97,8 @@ class SpTpLayer:
                     with self._timeline.phase("linear", layer=self._index, micro=part.index):
                         out_thd = self._with_history(part.rows)
                         reduce.add(part, self._layer.output_part(out_thd))
-                    self._pause(transfers)
+                    # No point: what is kept back is only begun by `RowReduce.result`.
+                    transfers.progress()
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, share, dim = len(self._rows_td), self._layer.share, self._layer.spec.head_dim
