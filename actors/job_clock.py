@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class JobClock:
     yielded_s: float = 0.0
     """What else the log had this rank do before the job went on."""
     timeline: Timeline = field(default_factory=lambda: Timeline(on=False))
+    _exchanges: list[tuple[int, int]] = field(default_factory=list)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -42,6 +43,13 @@ class JobClock:
             yield
         finally:
             self.communication_s += time.monotonic() - begin
+
+    def exchanged(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Count exchanges that went on beside computing, from begin to end (Unix, ns), and beside
+        one another: at any time once."""
+        before_ns = _union_ns(self._exchanges)
+        self._exchanges += spans
+        self.exchange_s += (_union_ns(self._exchanges) - before_ns) / 1e9
 
     @property
     def hidden(self) -> float:
@@ -68,3 +76,12 @@ class JobClock:
     def compute_s(self) -> float:
         """Computing alone."""
         return self.finished - self.started - self.communication_s - self.yielded_s
+
+
+def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of intervals."""
+    total, reached = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

@@ -21,6 +21,7 @@ import torch
 
 from csps.actors.engine.choice import check_job
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.in_place import kept_in_place
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.open_log import STREAM, open_log
@@ -343,6 +344,8 @@ class Rank:
             # jobs come as notifications, which have no answer
             self.loop.refuse(job, error)
             raise
+        if self.config.may_decode:
+            job = kept_in_place(job)
         self.loop.submit(job, self._owner)
         task = StepTask(
             id=job.job_id,

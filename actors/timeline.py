@@ -25,10 +25,13 @@ Phase = Literal[
     "importance exchange",
     "history exchange",
     "ring",
+    "balancing",
+    "placing",
     "wait",
 ]
 """What a span of time went to. All-to-alls, rings, all-gathers and reduce-scatters are transfers,
-which go on beside the others; `wait` is the time in which computing stood still for one."""
+which go on beside the others, and so are moves: of history (`balancing`) and of new KV (`placing`)
+to where they are kept. `wait` is the time in which computing stood still for one."""
 
 TRANSFERS: frozenset[str] = frozenset(
     {
@@ -37,6 +40,8 @@ TRANSFERS: frozenset[str] = frozenset(
         "importance exchange",
         "history exchange",
         "ring",
+        "balancing",
+        "placing",
         "all-gather",
         "reduce-scatter",
     }
@@ -59,6 +64,8 @@ class Event:
     cpu_ns: int = 0
     """Of it on a core, the computing thread alone; 0 for transfers, which have none. With more
     ranks than cores the rest was waiting for one."""
+    bytes: int = 0
+    """Of a transfer, sent by this rank."""
 
 
 class Timeline:
@@ -120,11 +127,16 @@ def chrome_trace(events: Iterable[Event], *, rank: int) -> list[dict[str, Any]]:
             event.name,
             event.start_ns,
             event.end_ns,
-            {"layer": event.layer, "level": event.level, "micro": event.micro},
+            _arguments(event),
         )
         for event in events
     ]
     return process_trace(slices, pid=rank, name=f"rank {rank}")
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    places: dict[str, Any] = {"layer": event.layer, "level": event.level, "micro": event.micro}
+    return places | {"bytes": event.bytes} if event.name in TRANSFERS else places
 
 
 def process_trace(slices: Iterable[Slice], *, pid: int, name: str) -> list[dict[str, Any]]:

@@ -10,20 +10,22 @@ sampled; without a trace, or an SDK, nothing is. `docs/timeline.md` says how to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from opentelemetry import trace
 
 from csps.actors.job_clock import JobClock
-from csps.actors.sent_bytes import SentBytes
-from csps.actors.timeline import Event
+from csps.actors.mesh import Mesh
+from csps.actors.timeline import TRANSFERS, Event
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
 
 RANK, PHASE = "csps.rank", "csps.phase"
 LAYER, LEVEL, MICRO = "csps.layer", "csps.level", "csps.micro_partition"
 CPU_NS = "csps.cpu_ns"
+BYTES = "csps.bytes"
+"""Of a transfer, sent by the rank."""
 BYTES_SENT = "csps.bytes_sent"
 """To each rank of the gang, in rank order."""
 COMMUNICATION_S, EXCHANGE_S = "csps.communication_s", "csps.exchange_s"
@@ -33,12 +35,11 @@ CANCELLED = "csps.cancelled"
 
 
 @contextmanager
-def traced_job(
-    job: PrefillJob, clock: JobClock, sent: SentBytes, *, rank: int
-) -> Iterator[TraceSpan]:
+def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[TraceSpan]:
     """The span of a job on one rank. What the job enters must be left inside of it: transfers
     tell their times when they end."""
-    with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: rank}):
+    before = list(mesh.bytes_sent)
+    with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: mesh.rank}):
         # An urgent job without a trace runs inside of the span of the job that it interrupts.
         current = trace.get_current_span() if job.trace else NO_SPAN
         if not current.is_recording():
@@ -49,8 +50,9 @@ def traced_job(
         try:
             yield current
         finally:
+            sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
             _note_cost(clock, sent)
-            emit_spans(clock.timeline.events, rank=rank)
+            emit_spans(clock.timeline.events, rank=mesh.rank)
 
 
 def emit_spans(events: Iterable[Event], *, rank: int) -> None:
@@ -60,14 +62,16 @@ def emit_spans(events: Iterable[Event], *, rank: int) -> None:
         places = {LAYER: event.layer, LEVEL: event.level, MICRO: event.micro}
         attributes: dict[str, str | int] = {RANK: rank, PHASE: event.name, CPU_NS: event.cpu_ns}
         attributes |= {name: place for name, place in places.items() if place is not None}
+        if event.name in TRANSFERS:
+            attributes[BYTES] = event.bytes
         phase = tracer.start_span(
             f"prefill.{event.name}", start_time=event.start_ns, attributes=attributes
         )
         phase.end(event.end_ns)
 
 
-def _note_cost(clock: JobClock, sent: SentBytes) -> None:
+def _note_cost(clock: JobClock, bytes_sent: Sequence[int]) -> None:
     current = trace.get_current_span()
-    current.set_attribute(BYTES_SENT, sent.by_rank)
+    current.set_attribute(BYTES_SENT, bytes_sent)
     current.set_attribute(COMMUNICATION_S, clock.communication_s)
     current.set_attribute(EXCHANGE_S, clock.exchange_s)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -49,6 +49,7 @@ class Transfer:
     begun_ns: int
     received: Future[int]
     sent: Future[int]
+    sent_bytes: int
 
     @property
     def span_ns(self) -> tuple[int, int]:
@@ -119,7 +120,8 @@ class Transfers:
         received, sent = self._line(tag).add(begun.received), self._line(None).add(begun.sent)
         for future in (received, sent):
             future.add_done_callback(lambda _: self._news.set())
-        transfer = Transfer(label, begun_ns, received, sent)
+        sent_bytes = sum(tensor.nbytes for _, tensor in sends)
+        transfer = Transfer(label, begun_ns, received, sent, sent_bytes)
         self._under_way.append(transfer)
         if self._together is not None:
             self._together.append(transfer)
@@ -205,6 +207,11 @@ class Transfers:
         self._wait(transfer, transfer.received)
         self._let_go(transfer)
 
+    def complete(self, transfer: Transfer) -> None:
+        """`wait`, and until what was sent may change."""
+        self._wait(transfer, transfer.received, transfer.sent)
+        self._let_go(transfer)
+
     def _finish_one(self, transfer: Transfer) -> None:
         with self._standing_still(), self._noted_wait(transfer.label):
             self._await(transfer.received)
@@ -258,19 +265,28 @@ class Transfers:
 
     def _finish(self) -> None:
         for transfer in self._under_way:
-            self._wait(transfer, transfer.received, transfer.sent)
-            self._let_go(transfer)
+            self.complete(transfer)
             self.progress()  # what follows begins transfers that this loop comes to
         if self._in_order is not None:
             return
         if self.overlap:
-            self._clock.exchange_s += _union_ns(t.span_ns for t in self._under_way) / 1e9
+            self._clock.exchanged(transfer.span_ns for transfer in self._under_way)
         if not self.timeline.on:
             return  # an event costs more than a phase that is not noted
         for transfer in self._under_way:
             begin, end = transfer.span_ns
             label = transfer.label
-            self.timeline.add(Event(label.phase, begin, end, label.layer, label.level, label.micro))
+            self.timeline.add(
+                Event(
+                    label.phase,
+                    begin,
+                    end,
+                    label.layer,
+                    label.level,
+                    label.micro,
+                    bytes=transfer.sent_bytes,
+                )
+            )
 
 
 class _Line(Protocol):
@@ -348,12 +364,3 @@ class _Waiter:
                 future.set_exception(exc)
             else:
                 future.set_result(time.time_ns())
-
-
-def _union_ns(spans: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of intervals."""
-    total, reached = 0, 0
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

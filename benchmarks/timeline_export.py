@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from csps.actors.timeline import Event, Slice, chrome_trace, process_trace
-from csps.actors.timeline_export import CPU_NS, LAYER, LEVEL, MICRO, PHASE, RANK
+from csps.actors.timeline_export import BYTES, CPU_NS, LAYER, LEVEL, MICRO, PHASE, RANK
 
 SERVICES_FROM = 100_000
 """Process numbers of what is no rank, beyond those of all ranks."""
@@ -98,6 +98,7 @@ def _event(record: Record) -> Event:
         level=attributes.get(LEVEL),
         micro=attributes.get(MICRO),
         cpu_ns=attributes[CPU_NS],
+        bytes=attributes.get(BYTES, 0),
     )
 
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from csps.actors.announce import Notify
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
-from csps.actors.engine.in_place import kept_in_place
 from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.step_desk import StepDesk
@@ -107,8 +106,6 @@ class EngineLoop:
         """
         if self._engine.instance not in job.group:
             return
-        if self._in_place:
-            job = kept_in_place(job)
         reserved: frozenset[int] = frozenset()
         with self._changing:
             self._kv.enter(job)
@@ -225,12 +222,11 @@ class EngineLoop:
         run = self._desk.take(turn.step)
         run.goes_on(seq, turn)
         delivery = Delivery(self._engine.pool, partial(self._sent, run), self._progress.step)
-        sender = self._sender
         self._leaving.add(run)
         self._running.append(run)
         try:
             with self._engine.mesh.lane(Lane.URGENT if run.job.urgent else Lane.LONG):
-                run.compute(partial(self._send, sender, delivery), self._draw_first)
+                run.compute(partial(self._send, self._sender, delivery), self._draw_first)
         finally:
             self._running.pop()
         self._desk.slots_came_back()  # what was moved away
@@ -238,8 +234,6 @@ class EngineLoop:
             self._report_turn(run)
             if self._in_place:
                 self._adopt(run)
-        if sender is not None:
-            sender.finish(delivery)
         delivery.finish()
 
     def _adopt(self, run: StepRun) -> None:

@@ -1,13 +1,13 @@
-"""Moving a chunk's KV to where the job's placement wants it, layer by layer.
+"""Moving KV to where a step's placement wants it, layer by layer.
 
 Covers proactive scale-down (LoongServe §4.1: the members of the smaller group keep what the plan
-gives them) and rebalancing history over a group that grew (Tetris §4.2). Whoever holds or keeps
-KV is a member of the job's group, if need be one without rows.
+gives them) and balancing history over a group that grew (Tetris §4.1). Whoever holds or keeps KV is
+a member of the job's group, if need be one without rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,19 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import LocalPiece
-from csps.actors.mesh import Pending, Tag
+from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup, shares_of
+from csps.actors.timeline import Phase
+from csps.actors.transfers import Label, Transfer, Transfers
+from csps.protocols.balance import displaced
 from csps.protocols.placement import rest_of
-from csps.protocols.prefill_job import PrefillPiece
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.span import Span
 
 Offered = Callable[[int], Collection[int]]
 """(member) -> other members whose rows' KV comes by it in a layer."""
+Rows = tuple[Tensor, Tensor]
+"""k_thd and v_thd of own rows."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +38,32 @@ class Move:
     span: Span
     source: int
     target: int
-    rows: slice | None
+    rows: slice | None = None
     """Of what the source computes; None if it has held them since an earlier step."""
 
 
-def moves_of(group: SpGroup) -> list[Move]:
-    """All moves of a job, in the order in which every member sees them."""
-    return [move for piece in group.job.pieces for move in _piece_moves(group, piece)]
+def history_moves(job: PrefillJob) -> list[Move]:
+    """Moves of what lies elsewhere when the job begins, in the order in which every member sees
+    them."""
+    member = job.group.index
+    return [
+        Move(it.rid, it.span, member(it.source), member(it.target))
+        for piece in job.pieces
+        for it in displaced(piece)
+    ]
 
 
-def _piece_moves(group: SpGroup, piece: PrefillPiece) -> Iterator[Move]:
-    if not piece.placement:
-        return
-    for source in range(group.size):
-        computed = [part for part in group.parts[source] if part.piece is piece]
+def row_moves(group: SpGroup) -> list[Move]:
+    """Moves of what the job computes, in the order in which every member sees them."""
+    return [move for piece in group.job.pieces for move in _row_moves(group, piece)]
+
+
+def _row_moves(group: SpGroup, piece: PrefillPiece) -> Iterator[Move]:
+    for source, parts in enumerate(group.parts):
+        computed = [part for part in parts if part.piece is piece]
         for share in piece.placement:
             target = group.job.group.index(share.instance)
-            if target == source:
-                continue
-            for span in group.history_of(piece, source):
-                if (common := span.intersection(share.span)).length:
-                    yield Move(piece.rid, common, source, target, None)
-            for part in computed:
+            for part in computed if target != source else ():
                 if (common := part.span.intersection(share.span)).length:
                     yield Move(piece.rid, common, source, target, part.within(common).rows)
 
@@ -76,32 +85,51 @@ def _stored(part: LocalPiece, instance: int) -> Iterator[LocalPiece]:
             yield part.within(span)
 
 
+def nothing_offered(member: int) -> Collection[int]:
+    """All that moves is sent."""
+    return ()
+
+
 class KvMover:
-    """Carries out a job's moves; the exchange of a layer overlaps the computing of the next.
+    """Carries out moves, one layer's at a time, beside computing.
 
     What is computed here and kept elsewhere never has slots here: it leaves from the layer's
     tensors.
+
+    Args:
+        moves: all members' alike.
+        phase: as which the timeline shows them.
     """
 
-    def __init__(self, group: SpGroup, pool: KvPool) -> None:
+    def __init__(
+        self,
+        group: SpGroup,
+        pool: KvPool,
+        moves: Sequence[Move],
+        transfers: Transfers,
+        phase: Phase,
+    ) -> None:
         self._group, self._pool = group, pool
-        moves = moves_of(group)
+        self._transfers, self._phase = transfers, phase
         instance = group.job.group[group.member]
         self._staying = {it.rid: shares_of(it.placement, instance) for it in group.job.pieces}
         self._outgoing = [move for move in moves if move.source == group.member]
         self._incoming = [move for move in moves if move.target == group.member]
-        self._under_way: tuple[int, Pending, list[tuple[Move, Tensor]]] | None = None
+        self._under_way: tuple[int, Transfer, list[tuple[Move, Tensor]]] | None = None
 
     @property
     def incoming(self) -> list[tuple[int, Span]]:
         """What will arrive, by request; its slots must be there."""
         return [(move.rid, move.span) for move in self._incoming]
 
-    def start(self, layer: int, k_thd: Tensor, v_thd: Tensor, offered: Offered) -> None:
-        """Begin to move a layer.
+    def start(
+        self, layer: int, own: Rows | None = None, offered: Offered = nothing_offered
+    ) -> None:
+        """Begin to move a layer, when the one before has been stored; all members do at the same
+        part.
 
         Args:
-            k_thd, v_thd: of own rows.
+            own: needed where rows move.
             offered: what comes by anyway (`Strategy.offered`), which `take` is given.
         """
         self.finish()
@@ -110,39 +138,42 @@ class KvMover:
         if not outgoing and not incoming:
             return
         peers = self._group.peers
-        sends = [(peers[it.target], self._read(layer, it, k_thd, v_thd)) for it in outgoing]
+        sends = [(peers[it.target], self._read(layer, it, own)) for it in outgoing]
         buffers = [(move, self._buffer(move)) for move in incoming]
         recvs = [(peers[move.source], buffer) for move, buffer in buffers]
-        pending = self._group.mesh.exchange(sends, recvs, Tag.KV_MOVE)
-        self._under_way = (layer, pending, buffers)
+        label = Label(phase=self._phase, layer=layer)
+        transfer = self._transfers.start(sends, recvs, Tag.KV_MOVE, label)
+        self._under_way = layer, transfer, buffers
 
     def finish(self) -> None:
         """Wait for the layer under way, if any, and store what arrived."""
         if self._under_way is None:
             return
-        layer, pending, buffers = self._under_way
+        layer, transfer, buffers = self._under_way
         self._under_way = None
-        pending.wait()
+        self._transfers.complete(transfer)
         for move, buffer in buffers:
             self._pool.write(layer, move.rid, move.span, buffer[0], buffer[1])
 
-    def take(self, layer: int, member: int, k_thd: Tensor, v_thd: Tensor) -> None:
+    def take(self, layer: int, member: int, rows: Rows) -> None:
         """Store what another member's rows, all of which have come by, are to leave here."""
+        k_thd, v_thd = rows
         for move in self._incoming:
-            if move.source == member and move.rows is not None:
-                rows = move.rows
-                self._pool.write(layer, move.rid, move.span, k_thd[rows], v_thd[rows])
+            if move.source == member:
+                self._pool.write(layer, move.rid, move.span, k_thd[move.rows], v_thd[move.rows])
 
     def release_sources(self) -> None:
-        """Free what now lies elsewhere."""
+        """Free what now lies elsewhere. What is still being sent to a decode gang stays in its
+        slots, which are pinned (`Delivery.pin`), and nobody's afterwards."""
         for move in self._outgoing:
             for span in rest_of(move.span, self._staying[move.rid]):
                 self._pool.free_span(move.rid, span)
 
-    def _read(self, layer: int, move: Move, k_thd: Tensor, v_thd: Tensor) -> Tensor:
-        if move.rows is not None:
-            return torch.stack((k_thd[move.rows], v_thd[move.rows]))
-        return torch.stack(self._pool.read(layer, move.rid, move.span))
+    def _read(self, layer: int, move: Move, own: Rows | None) -> Tensor:
+        if move.rows is None:
+            return torch.stack(self._pool.read(layer, move.rid, move.span))
+        assert own is not None, "rows move out of the layer's tensors"
+        return torch.stack([x_thd[move.rows] for x_thd in own])
 
     def _buffer(self, move: Move) -> Tensor:
         shape = (2, move.span.length, self._pool.kv_heads, self._pool.head_dim)

@@ -1,8 +1,9 @@
 """One step on one rank: a batch of prompt chunks, layer by layer, from part to part.
 
 A layer: QKV of own rows -> KV into the pool and on its way to where it is decoded -> attention over
-the group -> output projection and MLP. In the last layer only the rows from which a token is drawn
-need attention (`first_tokens`).
+the group -> output projection and MLP. History that is to lie elsewhere is there before a layer's
+attention: it travels during the attention of the layer before. In the last layer only the rows from
+which a token is drawn need attention (`first_tokens`).
 
 Between two parts the step stands still for as long as the log says so: the rank does what else it
 says, with the step's activations where they are.
@@ -22,17 +23,18 @@ from torch import Tensor
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv
-from csps.actors.engine.moves import KvMover, stored_of
+from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout, LocalPiece
-from csps.actors.sent_bytes import SentBytes
 from csps.actors.strategies import parts
-from csps.actors.strategies.group import SpGroup
+from csps.actors.strategies.group import SpGroup, shares_of
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline_export import CANCELLED, traced_job
+from csps.actors.transfers import Transfers
 from csps.models.network import Layer
+from csps.protocols.balance import balanced
 from csps.protocols.log_entries import Run
 from csps.protocols.placement import rest_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
@@ -74,7 +76,6 @@ class StepRun:
         """
         self.job = job
         self.clock = JobClock()
-        self.sent = SentBytes(engine.mesh)
         self.cancelled = False
         self._engine = engine
         self._next_turn = next_turn
@@ -82,8 +83,12 @@ class StepRun:
         self.parts = parts_of(engine, job)
         member = job.group.index(engine.instance)
         self._points = Points(self.parts, self._part)
-        self.group = SpGroup(engine.mesh, engine.layout, job, member, self.clock, self._points)
-        self._mover = KvMover(self.group, engine.pool)
+        settled = balanced(job)
+        self.group = SpGroup(engine.mesh, engine.layout, settled, member, self.clock, self._points)
+        self._transfers = Transfers(engine.mesh, self.clock)
+        mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
+        self._balancing = mover(moves=history_moves(job), phase="balancing")
+        self._placing = mover(moves=row_moves(self.group), phase="placing")
         self._stored = stored_of(self.group)
         self._takes = self._to_take(reserved)
         """Slots that it needs, by sequence."""
@@ -105,7 +110,7 @@ class StepRun:
         takes: dict[int, list[Span]] = defaultdict(list)
         for part in self._stored:
             takes[part.piece.rid].append(part.span)
-        for rid, span in self._mover.incoming:
+        for rid, span in (*self._balancing.incoming, *self._placing.incoming):
             takes[rid].append(span)
         return {rid: spans for rid, spans in takes.items() if rid not in reserved}
 
@@ -161,28 +166,30 @@ class StepRun:
                 there that are not in the pool.
         """
         self.clock.started = time.monotonic()
-        self.sent = SentBytes(self._engine.mesh)
         strategy = strategy_of(self.group, self._engine)
-        traced = traced_job(self.job, self.clock, self.sent, rank=self._engine.rank)
-        with traced as span, strategy as entered:
+        traced = traced_job(self.job, self.clock, self._engine.mesh)
+        with traced as span, strategy as entered, self._transfers:
             # Inside of both: a step that is stopped is no failure, and what it cost is told as
             # well. Its members stop at the same layer, so that exchanges under way end.
             try:
                 self._send_history(send)
+                self._balancing.start(0)
                 self._layers(entered, send, draw)
             except _Aborted:
                 self.cancelled = True
                 span.set_attribute(CANCELLED, True)
-        self._mover.finish()
-        self._mover.release_sources()
+            for mover in (self._balancing, self._placing):
+                mover.finish()
+                mover.release_sources()
         self.clock.finished = time.monotonic()
 
     def _send_history(self, send: SendKv) -> None:
-        """What others have computed of a prompt that this step begins leaves with it."""
+        """What others have computed of a prompt that this step begins leaves with it, from where it
+        lies."""
         for piece in self.job.pieces:
             if not (piece.begins and self._leaves(piece)):
                 continue
-            for span in self.group.history_of(piece, self.group.member):
+            for span in shares_of(piece.history, self._engine.instance):
                 part = LocalPiece(piece, span, slice(0, 0))
                 for layer in range(self._engine.spec.layers):
                     send(layer, part, None)
@@ -238,7 +245,7 @@ class StepRun:
             self._stand_still()
 
     def _stand_still(self) -> None:
-        with self.clock.yielding(), self.sent.standing_still():
+        with self.clock.yielding():
             turn = self._next_turn(self)
         if turn is None:
             raise _Aborted
@@ -274,8 +281,9 @@ class StepRun:
         that nobody wants any more, so that whatever is read there is a number. Of others' rows
         what is to lie here."""
         if member is not None:
-            self._mover.take(index, member, k_thd, v_thd)
+            self._placing.take(index, member, (k_thd, v_thd))
             return
+        self._balancing.finish()
         for part in self._stored:
             k, v = k_thd[part.rows], v_thd[part.rows]
             piece = part.piece
@@ -283,12 +291,14 @@ class StepRun:
             if self._leaves(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
-        self._mover.start(index, k_thd, v_thd, partial(offered, index))
+        self._placing.start(index, (k_thd, v_thd), partial(offered, index))
+        if index + 1 < self._engine.spec.layers:
+            self._balancing.start(index + 1)
 
     def _loose(self, k_thd: Tensor, v_thd: Tensor) -> LooseKv:
         """Keys and values of own rows that have no slots here."""
         found: LooseKv = {}
-        for piece in self.job.pieces:
+        for piece in self.group.job.pieces:
             stored = [it.span for it in self._stored if it.piece is piece]
             rows = [
                 part.within(span).rows
@@ -310,7 +320,8 @@ def _nothing_offered(layer: int, member: int) -> Collection[int]:
 def parts_of(engine: Engine, job: PrefillJob) -> StepParts:
     """Points of a step's exchange program; alike at all ranks, members or not."""
     on_cuda = engine.device.type == "cuda"
-    return step_parts(job, ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda))
+    shape = ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda)
+    return step_parts(balanced(job), shape)
 
 
 def ranks_of(layout: GangLayout, job: PrefillJob) -> list[int]:

@@ -18,7 +18,6 @@ from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
 from csps.services.router.running import Generation, Running
 from csps.services.router.sequences import Sequences
-from csps.services.router.slo import Slo
 from csps.services.router.steps import Steps
 from csps.services.router.turns import Recorder, Turns
 from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
@@ -59,15 +58,9 @@ class RequestService:
         self._observer = observer or NoObserver()
         self._turns = Turns(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), Sequences()
-        self._steps = Steps(costs.measured, self._observer)
+        self._steps = Steps(costs.measured)
         self._requests = Requests(self._observer, self._turns.tell)
-        self._reports = Reports(
-            self._requests,
-            self._sequences,
-            self._steps,
-            self._turns.tell,
-            on_landed=self._observer.kv_landed,
-        )
+        self._reports = Reports(self._requests, self._sequences, self._steps, self._turns.tell)
         self._executor = Executor(
             gangs=self._gangs,
             costs=costs,
@@ -147,9 +140,8 @@ class RequestService:
 
     # --- the HTTP layer's side -----------------------------------------------------------------
 
-    def check_room(self, slo: Slo) -> None:
-        """Refuse a request of which nothing but its objectives is known yet: its body need not be
-        read.
+    def check_room(self) -> None:
+        """Refuse a request of which nothing is known yet: its body need not be read.
 
         Raises:
             QueueFull: too many are waiting, or the server is shutting down.
@@ -159,7 +151,7 @@ class RequestService:
             if (refusal := self._scheduler.refusal_unread()) is not None:
                 raise error_of(refusal)
         except RequestError as error:
-            self._observer.refused(error, slo)
+            self._observer.refused(error)
             raise
 
     def submit(self, generation: Generation) -> Running:
@@ -173,7 +165,7 @@ class RequestService:
         try:
             self._check(generation)
         except RequestError as error:
-            self._observer.refused(error, generation.slo)
+            self._observer.refused(error)
             raise
         self._costs.know(generation.cls)
         return self._requests.submit(generation)

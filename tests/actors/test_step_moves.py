@@ -10,10 +10,11 @@ from gang_cell import LAYOUTS, job_of, laid_out
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.engine.moves import moves_of, stored_of
+from csps.actors.engine.moves import history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
 from csps.actors.strategies.group import SpGroup
+from csps.protocols.balance import balanced
 from csps.protocols.placement import KvShare
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.span import Span
@@ -80,16 +81,16 @@ def owners_before(job: PrefillJob) -> dict[int, np.ndarray]:
 
 @given(jobs())
 def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: PrefillJob) -> None:
-    layout = GangLayout(world_size=4, tp=1)
+    layout, after = GangLayout(world_size=4, tp=1), balanced(job)
     nothing: Any = None
     groups = [
-        SpGroup(cast(Any, nothing), layout, job, member, JobClock())
+        SpGroup(cast(Any, nothing), layout, after, member, JobClock())
         for member in range(len(job.group))
     ]
-    moves = moves_of(groups[0])
-    assert all(moves_of(group) == moves for group in groups)
+    moves = history_moves(job) + row_moves(groups[0])
+    assert all(row_moves(group) == row_moves(groups[0]) for group in groups)
     owners = owners_before(job)
-    for piece in job.pieces:
+    for piece, settled in zip(job.pieces, after.pieces, strict=True):
         expected = owners[piece.rid].copy()
         for share in piece.placement:
             expected[share.span.positions] = job.group.index(share.instance)
@@ -105,10 +106,19 @@ def test_exactly_what_is_placed_elsewhere_moves_and_all_members_agree(job: Prefi
                     assert own.tolist() == list(positions)
                 moved[positions] = move.target
         assert (moved == expected).all()
+        assert_lies(settled.history, expected[: piece.start], job)
         changed = int((expected != owners[piece.rid]).sum())
         assert sum(m.span.length for m in moves if m.rid == piece.rid) == changed
         for group in groups:
-            stored = [it for it in stored_of(group) if it.piece is piece]
+            stored = [it for it in stored_of(group) if it.piece is settled]
             positions = sorted(p for it in stored for p in it.span.positions)
             stays = (owners[piece.rid] == group.member) & (expected == group.member)
             assert positions == [p for p in np.flatnonzero(stays) if p >= piece.start]
+
+
+def assert_lies(history: tuple[KvShare, ...], owners: np.ndarray, job: PrefillJob) -> None:
+    """Each position once, where the owners are."""
+    positions = [at for share in history for at in share.span.positions]
+    assert sorted(positions) == list(range(len(owners)))
+    for share in history:
+        assert (owners[share.span.positions] == job.group.index(share.instance)).all()

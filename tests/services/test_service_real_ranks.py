@@ -103,7 +103,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
     "loongserve": {"tipping_tokens": 300, "scale_up_batch": 2, "max_batch": 32},
-    "tetris": {"spread_tokens": 256},
 }
 
 
@@ -155,7 +154,7 @@ async def answer(running: Running) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "gangs"),
     [
-        *((policy, {}) for policy in POLICIES if policy not in ("loongserve", "tetris")),
+        *((policy, {}) for policy in POLICIES if policy != "loongserve"),
         ("chunked_prefill", {"roles": ELASTIC}),
         ("chunked_prefill", {"roles": ELASTIC, "instances": 1, "tp": 2}),
         ("context_parallel", {"roles": ELASTIC, "instances": 3}),
