@@ -33,6 +33,8 @@ class RankConfig:
     """Limit of prompt and answer; None takes the checkpoint's."""
     kv_in_flight_bytes: int = 32 * 2**20
     """Host memory for KV on its way to or from another gang."""
+    kv_receiving_backends: int = 16
+    """Steps of prefill ranks that may send KV here at a time."""
     kv_checksum: float = 0.0
     """Share of messages of KV whose bytes are compared where they land, 0 to 1."""
     quantum_ms: float = 50.0

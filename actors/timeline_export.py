@@ -10,13 +10,13 @@ sampled; without a trace, or an SDK, nothing is. `docs/timeline.md` says how to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from opentelemetry import trace
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import Mesh
+from csps.actors.sent_bytes import SentBytes
 from csps.actors.timeline import TRANSFERS, Event
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.trace_context import NO_SPAN, TraceSpan, span, wants_timeline
@@ -35,11 +35,12 @@ CANCELLED = "csps.cancelled"
 
 
 @contextmanager
-def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[TraceSpan]:
+def traced_job(
+    job: PrefillJob, clock: JobClock, sent: SentBytes, *, rank: int
+) -> Iterator[TraceSpan]:
     """The span of a job on one rank. What the job enters must be left inside of it: transfers
     tell their times when they end."""
-    before = list(mesh.bytes_sent)
-    with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: mesh.rank}):
+    with span("prefill.compute", job.trace, {"csps.job": job.job_id, RANK: rank}):
         # An urgent job without a trace runs inside of the span of the job that it interrupts.
         current = trace.get_current_span() if job.trace else NO_SPAN
         if not current.is_recording():
@@ -50,9 +51,8 @@ def traced_job(job: PrefillJob, clock: JobClock, mesh: Mesh) -> Iterator[TraceSp
         try:
             yield current
         finally:
-            sent = [now - then for now, then in zip(mesh.bytes_sent, before, strict=True)]
             _note_cost(clock, sent)
-            emit_spans(clock.timeline.events, rank=mesh.rank)
+            emit_spans(clock.timeline.events, rank=rank)
 
 
 def emit_spans(events: Iterable[Event], *, rank: int) -> None:
@@ -70,8 +70,8 @@ def emit_spans(events: Iterable[Event], *, rank: int) -> None:
         phase.end(event.end_ns)
 
 
-def _note_cost(clock: JobClock, bytes_sent: Sequence[int]) -> None:
+def _note_cost(clock: JobClock, sent: SentBytes) -> None:
     current = trace.get_current_span()
-    current.set_attribute(BYTES_SENT, bytes_sent)
+    current.set_attribute(BYTES_SENT, sent.by_rank)
     current.set_attribute(COMMUNICATION_S, clock.communication_s)
     current.set_attribute(EXCHANGE_S, clock.exchange_s)

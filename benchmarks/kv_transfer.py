@@ -78,6 +78,7 @@ class Pair:
             self.pools[1],
             rank=0,
             in_flight_bytes=in_flight,
+            backends=1,
             find=self.reservations.get,
             on_landed=lambda _: self.reports.put(None),
             on_failed=self.reports.put,
@@ -120,6 +121,7 @@ class Pair:
         wall, processor = time.perf_counter(), time.process_time()
         for layer in range(self.spec.layers):
             self.sender.post(delivery, layer, part)
+        self.sender.finish(delivery)
         delivery.finish()
         for _ in range(2):  # landed there, and told here
             if (failure := self.reports.get(timeout=WAIT_S)) is not None:

@@ -17,6 +17,7 @@ from csps.services.http.request_parser import RequestParser
 from csps.services.launch.credentials import ApiKeys
 from csps.services.launch.settings import Settings
 from csps.services.router.running import Generation, Running
+from csps.services.router.slo import Slo
 from csps.services.telemetry.metrics import Metrics
 
 
@@ -33,7 +34,7 @@ class ScriptedEngine:
         self._running: dict[int, Running] = {}
         self._count = 0
 
-    def check_room(self) -> None:
+    def check_room(self, slo: Slo) -> None:
         """There always is."""
 
     def submit(self, generation: Generation) -> Running:

@@ -52,7 +52,7 @@ class GangClient:
         self._router_id = ""
         self._clients: dict[int, RpcClient] = {}
         self.descriptions: tuple[RankDescription, ...] = ()
-        """What the ranks say of themselves, in rank order; empty before `attach`."""
+        """What the ranks say of themselves, in rank order; empty before `describe`, `attach`."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Resolves to the reason."""
 
@@ -80,17 +80,23 @@ class GangClient:
         """
         await self.call_all("may_attach", self._attach_message(generation))
 
+    async def describe(self) -> None:
+        """Learn what every rank is, whoever commands it.
+
+        Raises:
+            ConfigError: the ranks do not describe one gang, or do not stand where its ranks may.
+        """
+        self._learn(await self.call_all("describe"))
+
     async def attach(self, generation: int) -> None:
         """Take every rank over; all or none.
 
         Raises:
             FaultError: a rank refuses, as in `check_free`, or does not answer.
-            ConfigError: the ranks do not describe one gang, or do not stand where its ranks may.
+            ConfigError: as in `describe`.
         """
         try:
-            answers = await self.call_all("attach", self._attach_message(generation))
-            self.descriptions = tuple(unpack(RankDescription, answer) for answer in answers)
-            self._check_descriptions()
+            self._learn(await self.call_all("attach", self._attach_message(generation)))
         except BaseException:
             self.hang_up("attaching failed")
             raise
@@ -115,6 +121,10 @@ class GangClient:
 
     def _closed(self, rank: int, reason: ConnectionLost) -> None:
         self.hang_up(f"rank {rank} of {self.role} gang {self.gang_id}: {reason}")
+
+    def _learn(self, answers: Iterable[Any]) -> None:
+        self.descriptions = tuple(unpack(RankDescription, answer) for answer in answers)
+        self._check_descriptions()
 
     def _check_descriptions(self) -> None:
         first = self.descriptions[0]

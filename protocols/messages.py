@@ -209,6 +209,8 @@ class PrefillDone:
     yielded_s: float
     exchange_s: float = 0.0
     """Exchanges inside the group were under way, hidden behind computing or not."""
+    bytes_sent: tuple[int, ...] = ()
+    """To each rank of the gang, in rank order; empty where nothing was computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,13 @@ class KvLanded:
     rank: int
     tokens: int
     seconds: float
+    """Since slots were reserved for it."""
+    receiving_s: float = 0.0
+    """Since the first of it arrived."""
+    received_bytes: int = 0
+    """Nothing of KV that lay here already."""
+    waited: float = 0.0
+    """Seconds that one of its senders has waited for its turn (`ReceivingBackends`), at most."""
 
 
 @dataclass(frozen=True, kw_only=True)

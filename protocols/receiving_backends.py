@@ -63,12 +63,16 @@ class ReceivingBackends:
         return self._grant()
 
     def landed(self, transfer: Transfer) -> list[Transfer]:
-        """A transfer is over; its request keeps the backend. Returns those that may begin now."""
+        """A transfer is over, or will not be: nothing of it is wanted any more. If it was granted a
+        backend, its request keeps that. Returns those that may begin now."""
         held = self._requests.get(transfer.request)
-        if held is None or transfer not in held.sending:
+        if held is None:
             return []  # it was released meanwhile
-        del held.sending[transfer]
-        held.idle += 1
+        if transfer in held.waiting:
+            held.waiting.remove(transfer)
+        elif transfer in held.sending:
+            del held.sending[transfer]
+            held.idle += 1
         return self._grant()
 
     def release(self, request: int) -> list[Transfer]:
@@ -93,6 +97,11 @@ class ReceivingBackends:
         """How many a request holds."""
         held = self._requests.get(request)
         return 0 if held is None else held.backends
+
+    def waiting_of(self, request: int) -> list[Transfer]:
+        """Transfers of a request without a backend."""
+        held = self._requests.get(request)
+        return [] if held is None else list(held.waiting)
 
     @property
     def waiting(self) -> list[Transfer]:

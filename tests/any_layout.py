@@ -75,29 +75,36 @@ class AnyLayout:
         self, requests: list[RequestView], pair: PairView, free: Free, view: View
     ) -> StartPlan | None:
         for attempt in range(4):
-            kept = self._kept(requests, pair, view) if attempt < 3 else None
-            plan = self._any(requests, pair, kept) if attempt < 3 else _on_one(requests, pair, free)
-            needed = _needed(plan, requests, kept, in_place=pair.prefill is pair.decode)
+            in_place = pair.prefill is pair.decode
+            kept = self._kept(requests, pair.prefill, view) if attempt < 3 else None
+            held = self._kept(requests, pair.decode, view) if attempt < 3 else None
+            if attempt < 3:
+                plan = self._any(requests, pair, kept, kept if in_place else held)
+            else:
+                plan = _on_one(requests, pair, free)
+            needed = _needed(plan, requests, kept, None if in_place else held, in_place=in_place)
             if all(n <= free[it] for it, n in needed.items()):
                 for instance, n in needed.items():
                     free[instance] -= n
                 return plan
         return None
 
-    def _kept(self, requests: list[RequestView], pair: PairView, view: View) -> Kept | None:
+    def _kept(self, requests: list[RequestView], gang: GangView, view: View) -> Kept | None:
         """Of a prompt, some blocks that can be reused."""
         if len(requests) > 1 or not self._block or self._random.random() < 0.2:
             return None
-        cached = view.cached(requests[0], pair.prefill.id)
+        cached = view.cached(requests[0], gang.id)
         if cached is None:
             return None
         tokens = self._block * self._random.randint(1, cached.tokens // self._block)
         return Kept(within(cached.shares, Span(0, tokens)), tokens, cached.taken)
 
-    def _any(self, requests: list[RequestView], pair: PairView, kept: Kept | None) -> StartPlan:
+    def _any(
+        self, requests: list[RequestView], pair: PairView, kept: Kept | None, held: Kept | None
+    ) -> StartPlan:
+        """`kept` where it is computed, `held` where it is decoded."""
         in_place = pair.prefill is pair.decode
-        here = kept if in_place else None
-        placements = tuple(self._placement(it, pair.decode, here) for it in requests)
+        placements = tuple(self._placement(it, pair.decode, held) for it in requests)
         if len(requests) == 2:
             lengths = [it.prompt_tokens for it in requests]
             steps = [self._step([(it, 0, n) for it, n in zip(requests, lengths, strict=True)],
@@ -258,11 +265,16 @@ def lies_of(shares: Sequence[Share]) -> dict[int, InstanceId]:
 
 
 def _needed(
-    plan: StartPlan, requests: list[RequestView], kept: Kept | None, *, in_place: bool
+    plan: StartPlan,
+    requests: list[RequestView],
+    kept: Kept | None,
+    held: Kept | None,
+    *,
+    in_place: bool,
 ) -> dict[InstanceId, int]:
     """Slots: of what an instance computes or is to keep, and does not have; and of what is reused,
     which are nobody's to take."""
-    needed = dict(kept.taken) if kept else {}
+    needed = {**(kept.taken if kept else {}), **(held.taken if held else {})}
     had: dict[int, dict[int, InstanceId]] = {}
     for step in () if in_place else plan.steps:
         for piece in step.pieces:

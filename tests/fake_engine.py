@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.tokens import TokenDrawn, TokenLogprob
 from csps.services.router.running import Generation, Running
+from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 
 
@@ -36,7 +37,7 @@ class FakeEngine:
         self.trouble = ""
         self.fit: Fit | None = None
 
-    def check_room(self) -> None:
+    def check_room(self, slo: Slo) -> None:
         """There is always room, unless `submit` says otherwise."""
 
     def submit(self, generation: Generation) -> Running:

@@ -81,6 +81,7 @@ class GangPlan:
     tp: int = 1
     kv_slots: int = 4096
     kv_in_flight_bytes: int = 2**20
+    kv_receiving_backends: int = 16
     kv_checksum: float = 0.0
     quantum_ms: float = 50.0
     gang_id: str = field(default_factory=lambda: f"gang{next(_gangs)}")
@@ -97,6 +98,7 @@ class GangPlan:
             "location": f"0-0-{rank}",
             "kv_slots": self.kv_slots,
             "kv_in_flight_bytes": self.kv_in_flight_bytes,
+            "kv_receiving_backends": self.kv_receiving_backends,
             "kv_checksum": self.kv_checksum,
             "quantum_ms": self.quantum_ms,
         }

@@ -108,6 +108,8 @@ class ThreadCell(Cell):
             assert not rank.loop.open_steps
         for rank in self.decode_gang.ranks:
             assert rank.loop.stream.running == len(rank.loop.stream.reservations) == 0
+            if (receiver := rank._kv_link._receiver) is not None:
+                assert receiver.turns.idle, "somebody holds a backend"
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
@@ -143,6 +145,7 @@ async def thread_cell(
     decode_tp: int = 1,
     kv_slots: int = 4096,
     kv_in_flight_bytes: int = 2**20,
+    kv_receiving_backends: int = 16,
     quantum_ms: float = 50.0,
     prefill_processes: Sequence[int] = (),
     decode_processes: Sequence[int] = (),
@@ -156,6 +159,7 @@ async def thread_cell(
         model_dir=str(model_dir),
         kv_slots=kv_slots,
         kv_in_flight_bytes=kv_in_flight_bytes,
+        kv_receiving_backends=kv_receiving_backends,
         quantum_ms=quantum_ms,
     )
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)

@@ -56,6 +56,7 @@ class Served:
     client: httpx.AsyncClient
     service: RequestService
     costs: CostBook
+    metrics: Metrics
     gangs: tuple[ThreadGang, ThreadGang]
 
     async def settled(self) -> None:
@@ -113,7 +114,13 @@ async def served(
         await stack.enter_async_context(client)
         if configure is not None:
             await eventually(lambda: bool(costs.costs.table.buckets))
-        yield Served(client=client, service=service, costs=costs, gangs=(prefill, decode))
+        yield Served(
+            client=client,
+            service=service,
+            costs=costs,
+            metrics=metrics,
+            gangs=(prefill, decode),
+        )
 
 
 @asynccontextmanager

@@ -142,6 +142,7 @@ class Receiver:
         *,
         kept_only: bool = False,
         in_flight_bytes: int = IN_FLIGHT,
+        backends: int = 16,
     ) -> None:
         instance, tp_rank = connection.decode.instance_of(rank), connection.decode.tp_rank_of(rank)
         heads = kv_head_range(spec, tp_rank, connection.decode.tp)
@@ -169,6 +170,7 @@ class Receiver:
             self.pool,
             rank=rank,
             in_flight_bytes=in_flight_bytes,
+            backends=backends,
             find=self.reservations.get,
             on_landed=self.reports.put,
             on_failed=self.reports.put,
@@ -256,6 +258,7 @@ class Source:
             garbage = torch.full(shape, float("nan"), dtype=self.pool.k.dtype)
             self.pool.write(layer, NEXT_RID, rest, garbage, garbage)
         self.pool.free_request(NEXT_RID)
+        self.sender.finish(self.delivery)
         self.delivery.finish()
 
     def sent(self) -> Exception | None:

@@ -29,6 +29,7 @@ class Busy:
     """(predicted, delayed) of its long steps, in tokens' times."""
     urgent: int = 0
     """Tokens of urgent steps."""
+    urgent_steps: int = 0
     requests: int = 0
 
 
@@ -63,17 +64,20 @@ def gang(number: int, instances: Sequence[Busy], *, prefill: bool) -> Gang:
         for at, (tokens, delayed) in enumerate(busy.long):
             step = _step(1000 * (index + 1) + at, made, tokens, delayed)
             instance.steps[step.id] = step
+        for at in range(busy.urgent_steps):
+            step = _step(1000 * (index + 1) + 500 + at, made, 0, 0, urgent=True)
+            instance.steps[step.id] = step
         instance.free_at_ns = (busy.urgent + sum(it for it, _ in busy.long)) * TOKEN_NS
     made.mastered = sum(it.requests for it in instances)
     return made
 
 
-def _step(number: int, of: Gang, tokens: int, delayed: int) -> Step:
+def _step(number: int, of: Gang, tokens: int, delayed: int, *, urgent: bool = False) -> Step:
     return Step(
         id=number,
         gang=of,
         sequences=(),
-        urgent=False,
+        urgent=urgent,
         predicted_ns=tokens * TOKEN_NS,
         launched_ns=0,
         undone={},

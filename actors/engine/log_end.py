@@ -102,10 +102,14 @@ class ConductorEnd:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for connection in self._members.values():
                 selector.register(connection, selectors.EVENT_READ, connection)
-            while not self._closed:
-                for key, _ in selector.select():
-                    self._read(key.data)
-                self._conduct()
+            try:
+                while not self._closed:
+                    for key, _ in selector.select():
+                        self._read(key.data)
+                    self._conduct()
+            except ConnectionLost:
+                if not self._closed:  # else it was this side that hung up
+                    raise
 
     def _read(self, connection: LogSocket | None) -> None:
         if connection is None:

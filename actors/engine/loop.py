@@ -222,11 +222,12 @@ class EngineLoop:
         run = self._desk.take(turn.step)
         run.goes_on(seq, turn)
         delivery = Delivery(self._engine.pool, partial(self._sent, run), self._progress.step)
+        sender = self._sender
         self._leaving.add(run)
         self._running.append(run)
         try:
             with self._engine.mesh.lane(Lane.URGENT if run.job.urgent else Lane.LONG):
-                run.compute(partial(self._send, self._sender, delivery), self._draw_first)
+                run.compute(partial(self._send, sender, delivery), self._draw_first)
         finally:
             self._running.pop()
         self._desk.slots_came_back()  # what was moved away
@@ -234,6 +235,8 @@ class EngineLoop:
             self._report_turn(run)
             if self._in_place:
                 self._adopt(run)
+        if sender is not None:
+            sender.finish(delivery)
         delivery.finish()
 
     def _adopt(self, run: StepRun) -> None:

@@ -68,5 +68,6 @@ class StepReports:
                 exchange_s=clock.exchange_s if clock else 0.0,
                 transfer_s=time.monotonic() - clock.finished if clock else 0.0,
                 yielded_s=clock.yielded_s if clock else 0.0,
+                bytes_sent=run.sent.by_rank if run is not None else (),
             ),
         )

@@ -27,6 +27,7 @@ from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_o
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout, LocalPiece
+from csps.actors.sent_bytes import SentBytes
 from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup, shares_of
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
@@ -76,6 +77,7 @@ class StepRun:
         """
         self.job = job
         self.clock = JobClock()
+        self.sent = SentBytes(engine.mesh)
         self.cancelled = False
         self._engine = engine
         self._next_turn = next_turn
@@ -166,8 +168,9 @@ class StepRun:
                 there that are not in the pool.
         """
         self.clock.started = time.monotonic()
+        self.sent = SentBytes(self._engine.mesh)
         strategy = strategy_of(self.group, self._engine)
-        traced = traced_job(self.job, self.clock, self._engine.mesh)
+        traced = traced_job(self.job, self.clock, self.sent, rank=self._engine.rank)
         with traced as span, strategy as entered, self._transfers:
             # Inside of both: a step that is stopped is no failure, and what it cost is told as
             # well. Its members stop at the same layer, so that exchanges under way end.
@@ -245,7 +248,7 @@ class StepRun:
             self._stand_still()
 
     def _stand_still(self) -> None:
-        with self.clock.yielding():
+        with self.clock.yielding(), self.sent.standing_still():
             turn = self._next_turn(self)
         if turn is None:
             raise _Aborted

@@ -29,6 +29,11 @@ class KvBody:
         return tuple(part for part in whole if part.numel())
 
     @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
     def kept(self) -> KeptKv | None:
         """If only some tokens are there."""
         return None if self.kept_ht is None else KeptKv(self.kept_ht, self.k, self.v)

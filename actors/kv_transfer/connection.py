@@ -6,9 +6,11 @@ for each token and head, which saves the vectors of those dropped. Row numbers w
 soon as a quarter is kept.
 
 The receiver grants each sender a window of bytes, and says of each message that it has landed; the
-sender has no more than a window under way. A sender that has nothing under way beats, because
-nothing else would show that the connection still carries something: between two long prompts no KV
-is sent, and a connection that a router or a firewall has forgotten fails only who uses it next.
+sender has no more than a window under way. Before what it sends of a request, and after it, a
+sender shakes hands: the receiver says when its turn has come (`turns`). A sender that has nothing
+under way beats, because nothing else would show that the connection still carries something:
+between two long prompts no KV is sent, and a connection that a router or a firewall has forgotten
+fails only who uses it next.
 
 Whatever was announced by a header is received, also for a request that was cancelled meanwhile, so
 that neither side is left with half a message; whatever a header says is checked against the
@@ -29,17 +31,20 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
+from csps.actors.kv_transfer.turns import Turn
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import IDLE, Pending, close_gloo, gloo_group, with_peer
 from csps.actors.name_digest import name_digest
 from csps.protocols.messages import ConnectKv
 
-_BEAT = 0x62656174  # "beat"
+_BEAT, _ASKED, _ENDED = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"
+_NOTHING, _BEGIN, _UNWANTED = range(3)
+"""What a grant says of a turn."""
 BEAT_S = 1.0
 """Between two beats; `SILENCE` is the longest that a receiver goes without one."""
 SILENCE = timedelta(seconds=10)
-"""Without an announcement or a beat, after which a connection counts as broken; also for a sender
-to take a grant."""
+"""Without a word or a beat, after which a connection counts as broken; also for a sender to take a
+grant."""
 MESSAGE_DEADLINE = timedelta(minutes=5)
 """For a message to arrive that was announced, or to land; no longer than half a window, it takes so
 long over a megabit a second."""
@@ -63,6 +68,24 @@ class Grant:
     """Bytes that may be under way."""
     landed: int
     """Bytes that are not under way any more, since the connection exists."""
+    turn: Turn | None = None
+    """Of which it is said whether it may begin; None: of none."""
+    wanted: bool = True
+    """It may; otherwise nobody expects the request's KV."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sender wants to send."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Nothing more of a turn comes."""
+
+    turn: Turn
 
 
 class KvConnection:
@@ -107,32 +130,51 @@ class KvConnection:
         return Pending.all([self._send(part, peer, tag) for tag, part in message])
 
     def beat(self, peer: int) -> None:
-        """Tell a receiver that nothing else is on its way; waits until it listens."""
-        words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
-        words[0] = _BEAT
-        self._send(words, peer, KvTag.HEADER).wait(IDLE)
+        """Tell a receiver that nothing else is on its way; waits until it listens, and so has heard
+        all that was said before."""
+        self._say(peer, _BEAT).wait(IDLE)
 
-    def next_grant(self, peer: int, deadline: timedelta = MESSAGE_DEADLINE) -> Grant:
+    def ask(self, peer: int, turn: Turn) -> Pending:
+        """Start to shake hands."""
+        return self._say(peer, _ASKED, *turn)
+
+    def end(self, peer: int, turn: Turn) -> Pending:
+        """Start to say that nothing more of a turn comes."""
+        return self._say(peer, _ENDED, *turn)
+
+    def _say(self, peer: int, *said: int) -> Pending:
+        words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
+        words[: len(said)] = torch.tensor(said)
+        return self._send(words, peer, KvTag.HEADER)
+
+    def next_grant(self, peer: int, deadline: timedelta = IDLE) -> Grant:
         """Wait for a receiver's next word."""
-        words = torch.zeros(2, dtype=torch.int64)
+        words = torch.zeros(5, dtype=torch.int64)
         self._recv(words, peer, KvTag.GRANT).wait(deadline)
-        window, landed = words.tolist()
-        return Grant(window, landed)
+        window, landed, rid, number, said = words.tolist()
+        if said == _NOTHING:
+            return Grant(window, landed)
+        return Grant(window, landed, Turn(rid, number), said == _BEGIN)
 
     # --- the receiver's end ----------------------------------------------------------------
 
-    def grant(self, peer: int, grant: Grant) -> None:
-        """Tell a sender; PeerLost if it does not listen."""
-        words = torch.tensor((grant.window, grant.landed), dtype=torch.int64)
-        self._send(words, peer, KvTag.GRANT).wait(SILENCE)
+    def grant(self, peer: int, grant: Grant) -> Pending:
+        """Start telling a sender."""
+        said = _BEGIN if grant.wanted else _UNWANTED
+        turn = (0, 0, _NOTHING) if grant.turn is None else (*grant.turn, said)
+        words = torch.tensor((grant.window, grant.landed, *turn), dtype=torch.int64)
+        return self._send(words, peer, KvTag.GRANT)
 
-    def next_header(self, peer: int) -> KvHeader:
-        """Wait for the next announcement of a sender; PeerLost if it falls silent."""
+    def next_word(self, peer: int) -> KvHeader | Asked | Ended | None:
+        """Wait for the next word of a sender, None for a beat; PeerLost if it falls silent."""
         words = torch.zeros(KvHeader.WORDS, dtype=torch.int64)
-        while True:
-            self._recv(words, peer, KvTag.HEADER).wait(SILENCE)
-            if words[0] != _BEAT:
-                return KvHeader.unpack(words)
+        self._recv(words, peer, KvTag.HEADER).wait(SILENCE)
+        said, rid, number = words[:3].tolist()
+        if said == _BEAT:
+            return None
+        if said in (_ASKED, _ENDED):
+            return (Asked if said == _ASKED else Ended)(Turn(rid, number))
+        return KvHeader.unpack(words)
 
     def receive(self, peer: int, header: KvHeader, head_dim: int, staging: Staging) -> KvBody:
         """What a header has announced; whether a mask marks as many as it says is for the caller

@@ -23,7 +23,8 @@ class Delivery:
         Args:
             on_sent: told once, when nothing more will be posted and all that was has landed, was
                 withdrawn or failed: why something failed, if anything did.
-            on_step: told of each message that has landed.
+            on_step: told of each message that has landed, and now and then while some wait for
+                their turn.
         """
         self._pool = pool
         self._on_sent, self._on_step = on_sent, on_step
@@ -54,6 +55,10 @@ class Delivery:
         """One has arrived."""
         self._on_step()
         self._close_one(None)
+
+    def waits(self) -> None:
+        """A receiver lives and will have one later."""
+        self._on_step()
 
     def given_up(self, failure: Exception | None = None) -> None:
         """One will not be sent: nobody wants it any more, or it cannot be."""

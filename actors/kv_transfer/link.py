@@ -91,6 +91,7 @@ class KvLink:
                 self._engine.pool,
                 rank=self._config.rank,
                 in_flight_bytes=self._config.kv_in_flight_bytes,
+                backends=self._config.kv_receiving_backends,
                 find=self._loop.stream.reservations.find,
                 on_landed=lambda landed: self._notify("landed", landed),
                 on_failed=lambda failed: self._notify("failed", failed),

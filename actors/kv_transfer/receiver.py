@@ -8,15 +8,18 @@ time.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from csps.actors.announce import request_failed
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.body import KvBody
-from csps.actors.kv_transfer.connection import Grant, KvConnection
+from csps.actors.kv_transfer.connection import Asked, Ended, KvConnection
+from csps.actors.kv_transfer.grants import Grants
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.kv_transfer.staging import Staging
+from csps.actors.kv_transfer.turns import ReceivingTurns, Turn
 from csps.actors.mesh import PeerLost
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, RequestFailed
@@ -32,6 +35,7 @@ class KvReceiver:
         *,
         rank: int,
         in_flight_bytes: int,
+        backends: int,
         find: Callable[[int], Reservation | None],
         on_landed: Callable[[KvLanded], None],
         on_failed: Callable[[RequestFailed], None],
@@ -42,6 +46,7 @@ class KvReceiver:
 
         Args:
             in_flight_bytes: of KV that may be on its way to this rank, at most.
+            backends: senders' turns at a time.
             find: the reservation of a request; None if there is none any more.
             on_landed: a request's share is complete.
             on_failed: what came for a request is not what was promised.
@@ -50,6 +55,10 @@ class KvReceiver:
         """
         self._connection, self._pool, self._rank = connection, pool, rank
         self._window = in_flight_bytes // len(connection.prefill_peers)
+        self._grants = {
+            peer: Grants(connection, peer, self._window) for peer in connection.prefill_peers
+        }
+        self.turns = ReceivingTurns(backends, find, self._answer)
         self._find, self._on_landed, self._on_failed = find, on_landed, on_failed
         self._on_lost, self._on_broken = on_lost, on_broken
         self.threads = [
@@ -78,31 +87,53 @@ class KvReceiver:
             if not self._connection.closed:
                 self._on_broken(exc)
 
-    def _serve(self, peer: int, staging: Staging) -> None:
-        head_dim, landed = self._pool.head_dim, 0
-        while True:
-            self._connection.grant(peer, Grant(self._window, landed))
-            header = self._connection.next_header(peer)
-            if (charge := header.charge(head_dim)) > self._window:
-                raise TransferError(f"{header} is larger than what was granted, {self._window}")
-            body = self._connection.receive(peer, header, head_dim, staging)
-            self._land(header, body, staging)
-            landed += charge
+    def _answer(self, peer: int, turn: Turn, wanted: bool) -> None:
+        self._grants[peer].answer(turn, wanted)
 
-    def _land(self, header: KvHeader, body: KvBody, staging: Staging) -> None:
+    def _serve(self, peer: int, staging: Staging) -> None:
+        grants = self._grants[peer]
+        grants.landed(0)
+        while True:
+            grants.settle()
+            match self._connection.next_word(peer):
+                case KvHeader() as header:
+                    grants.landed(self._take(peer, header, staging))
+                case Asked(turn):
+                    self.turns.ask(peer, turn)
+                case Ended(turn):
+                    self.turns.end(peer, turn)
+
+    def _take(self, peer: int, header: KvHeader, staging: Staging) -> int:
+        """Receive a message. Returns what it counts for against the window."""
+        head_dim, began_s = self._pool.head_dim, time.monotonic()
+        if (charge := header.charge(head_dim)) > self._window:
+            raise TransferError(f"{header} is larger than what was granted, {self._window}")
+        body = self._connection.receive(peer, header, head_dim, staging)
+        self._land(header, body, staging, began_s=began_s)
+        return charge
+
+    def _land(self, header: KvHeader, body: KvBody, staging: Staging, *, began_s: float) -> None:
         reservation = self._find(header.rid)
         if reservation is None:
             return  # cancelled while its KV was on the way
         try:
-            complete = self._store(reservation, header, body, staging)
+            complete = self._store(reservation, header, body, staging, began_s=began_s)
         except TransferError as exc:
+            self.turns.release(header.rid)
             self._on_failed(request_failed(header.rid, self._rank, exc))
             return
         if complete:
+            self.turns.release(header.rid)
             self._on_landed(reservation.landed(self._rank))
 
     def _store(
-        self, reservation: Reservation, header: KvHeader, body: KvBody, staging: Staging
+        self,
+        reservation: Reservation,
+        header: KvHeader,
+        body: KvBody,
+        staging: Staging,
+        *,
+        began_s: float,
     ) -> bool:
         """Write what the header announced; whether the share is complete now, true only once."""
         # Not under the lock: it takes a while.
@@ -119,6 +150,7 @@ class KvReceiver:
                 raise
             with staging.copying():
                 self._write(reservation, header, body, staging)
+            reservation.received(body.nbytes, began_s=began_s)
             return not reservation.missing
 
     def _check(self, reservation: Reservation, header: KvHeader, body: KvBody) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from csps.actors.kv_transfer.header import KvHeader
@@ -38,11 +39,19 @@ class Reservation:
     """(token, head, layer) entries yet to come."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while KV is written and while the request is freed, never both at once."""
+    received_bytes: int = 0
+    """Of keys and values."""
     closed: bool = False
     """Takes no more KV: it was freed, or wrong KV came."""
+    waited: float = 0.0
+    """Seconds that one of its senders has waited for its turn, at most."""
+    give_back: Callable[[], None] | None = None
+    """Gives up its turns (`ReceivingTurns`), if it has or wants any."""
 
     def __post_init__(self) -> None:
         self.missing = self.tokens * len(self.heads) * self.layers
+        self._first_s: float | None = None
+        """When the first KV arrived."""
         self._epoch = name_digest(self.request.epoch)
         self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
         self._narrowed: dict[int, bool] = {}
@@ -52,9 +61,23 @@ class Reservation:
 
     def landed(self, rank: int) -> KvLanded:
         """All KV is here: what the router is told."""
+        self._trace_span.set_attribute("csps.kv_transfer.wait_ms", self.waited * 1e3)
         self._trace(NO_SPAN)
-        seconds = time.monotonic() - self.started
-        return KvLanded(rid=self.request.rid, rank=rank, tokens=self.tokens, seconds=seconds)
+        now = time.monotonic()
+        return KvLanded(
+            rid=self.request.rid,
+            rank=rank,
+            tokens=self.tokens,
+            seconds=now - self.started,
+            receiving_s=0.0 if self._first_s is None else now - self._first_s,
+            received_bytes=self.received_bytes,
+            waited=self.waited,
+        )
+
+    def received(self, size: int, *, began_s: float) -> None:
+        """A message with so many bytes of KV was announced at `began_s` and has come."""
+        self._first_s = began_s if self._first_s is None else min(began_s, self._first_s)
+        self.received_bytes += size
 
     def adopt(self, span: Span) -> bool:
         """A span was computed here, in all layers; whether the share is complete now."""
@@ -68,6 +91,8 @@ class Reservation:
 
     def left(self) -> None:
         """The request is gone from this rank."""
+        if self.give_back is not None:
+            self.give_back()
         self._trace(NO_SPAN)
 
     def _trace(self, following: TraceSpan) -> None:

@@ -62,7 +62,7 @@ class KvSender:
     @property
     def threads(self) -> list[threading.Thread]:
         """They end when the connection does."""
-        return [queue.thread for queue in self._queues.values()]
+        return [thread for queue in self._queues.values() for thread in queue.threads]
 
     def post(
         self, delivery: Delivery, layer: int, part: LocalPiece, kept_ht: Tensor | None = None
@@ -91,6 +91,11 @@ class KvSender:
                     ready=ready,
                 )
             )
+
+    def finish(self, delivery: Delivery) -> None:
+        """Nothing more of a step will be posted: its turns end when what waits was sent."""
+        for queue in self._queues.values():
+            queue.finish(delivery)
 
     def withdraw(self, rid: int) -> None:
         """Nobody wants a request any more: what has not left stays here. Harmless for an unknown

@@ -63,6 +63,8 @@ class ClusterModel:
     """Between instances of two servers."""
     kv_bytes_per_token: int = 0
     layers: int = 1
+    receiving_backends: int | None = None
+    """Transfers that a decode instance takes at a time; None: all."""
     max_positions: int = 1 << 20
     quantum_ns: int = 0
     step_gap_ns: int = 0

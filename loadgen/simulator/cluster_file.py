@@ -136,6 +136,8 @@ class ClusterFile(Section):
     links: Links = Links()
     latency: Latency
     kv: Kv = Kv()
+    receiving_backends: Count | None = None
+    """Transfers of KV that a decode instance takes at a time; all, where nothing is said."""
     max_positions: Count = 1 << 20
     """Longest prompt and answer together."""
     quantum_ms: Annotated[float, Field(ge=0)] = 0.0
@@ -185,6 +187,7 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
         between=_link(file.links.between),
         kv_bytes_per_token=file.kv.bytes_per_token,
         layers=file.kv.layers,
+        receiving_backends=file.receiving_backends,
         max_positions=file.max_positions,
         quantum_ns=round(file.quantum_ms * 1_000_000),
         step_gap_ns=round(file.gaps_us.step * 1000),

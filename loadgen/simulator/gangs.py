@@ -129,6 +129,8 @@ class SimulatedGangs:
         assert not self.busy, "something is still under way"
         for slots in self._slots().values():
             slots.check_integrity()
+        if self._prefill is not None:
+            self._prefill.receiving.check_idle()
         kept = sum(it.tokens for it in self._kept())
         used = sum(it.used for it in {id(it): it for it in self._slots().values()}.values())
         assert used == kept, f"{used - kept} slots have not come back"
@@ -232,6 +234,7 @@ class SimulatedGangs:
             kv_bytes_per_token=cluster.kv_bytes_per_token,
             layers=cluster.layers,
             in_place=cluster.in_place,
+            receiving_backends=cluster.receiving_backends,
             listener=_OfGang(self, gang),
         )
 
@@ -503,13 +506,20 @@ class SimulatedGangs:
         """KV has arrived at a decode instance."""
         sequence = self._sequences.get(number)
         if sequence is None or gang_of(instance) != self._decoding:
+            self._release(number, instance)
             return
         sequence.missing[instance] -= tokens
         if not sequence.missing[instance]:
+            self._release(number, instance)
             del sequence.missing[instance]
             if not sequence.over:
                 landed = sequence.slots[instance]
                 self._listener.tell_later(Landed(sequence=number, instance=instance, tokens=landed))
+
+    def _release(self, sequence: SequenceId, instance: InstanceId) -> None:
+        """No more KV of a sequence is expected at an instance."""
+        if self._prefill is not None:
+            self._prefill.receiving.release(sequence, instance)
 
     def step_done(self, step: StepId, instance: InstanceId, took_ns: int) -> None:
         """An instance is through with a step."""

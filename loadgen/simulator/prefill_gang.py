@@ -9,11 +9,14 @@ from typing import Protocol
 
 from csps.loadgen.simulator.kept_kv import KeptKv
 from csps.loadgen.simulator.links import Link
+from csps.loadgen.simulator.receiving import Receiving
 from csps.loadgen.simulator.slots import Slots
 from csps.loadgen.simulator.step_order import Task
+from csps.protocols.receiving_backends import Transfer
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId, SequenceId, StepId, index_of
+from csps.services.scheduling.shares import own
 from csps.services.scheduling.step_shares import chunk_of, rows_of, slots_of
 
 
@@ -57,6 +60,11 @@ class _Flow:
     sources: dict[InstanceId, None] = field(default_factory=dict)
     missing: int = 0
     """Parts that have not arrived: all layers but the last, and the last."""
+    due: list[int] = field(default_factory=list)
+    """Parts in bytes that are computed, and wait for the flow's turn."""
+    transfer: Transfer | None = None
+    """What the flow is to the instance that receives it, where it has to wait for its turn."""
+    begun: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +78,8 @@ class _Run:
     wanted: set[SequenceId]
     task: Task | None = None
     computed: bool = False
+    ending: bool = False
+    """Its end is being dealt with."""
 
 
 class PrefillGang:
@@ -83,6 +93,7 @@ class PrefillGang:
         kv_bytes_per_token: of all layers.
         layers: KV of all but the last leaves while a step computes.
         in_place: what is computed has slots where it is decoded, and no others.
+        receiving_backends: transfers that a decode instance takes at a time; None: all.
         listener: is told what happens.
     """
 
@@ -96,6 +107,7 @@ class PrefillGang:
         kv_bytes_per_token: int,
         layers: int,
         in_place: bool = False,
+        receiving_backends: int | None = None,
         listener: PrefillListener,
     ) -> None:
         self._order, self.slots = order, slots
@@ -103,6 +115,7 @@ class PrefillGang:
         self._kv_bytes_per_token, self._layers = kv_bytes_per_token, layers
         self._in_place, self._listener = in_place, listener
         self._runs: dict[StepId, _Run] = {}
+        self.receiving = Receiving(receiving_backends)
         self.kept = KeptKv(slots)
 
     @property
@@ -121,7 +134,7 @@ class PrefillGang:
             assert all(map(self.kept.has, step.history)), "reuses what is not kept"
             slots = dict.fromkeys(step.group, 0) | slots_of(step, step.history)
             self.slots.take(("step", step.step), {index_of(it): n for it, n in slots.items()})
-        flows = list(_flows(step, destinations, self._route))
+        flows = list(_flows(step, destinations, self._route, single=self.receiving.limited))
         taking_part = Counter(source for flow in flows for source in flow.sources)
         run = _Run(
             step=step,
@@ -143,6 +156,7 @@ class PrefillGang:
     def cancel(self, sequence: SequenceId) -> None:
         """A step ends when none of its sequences is wanted any more. Until then the rows of the
         others stay where they are, so that it takes as long as ever."""
+        self.receiving.forget(sequence)
         for run in list(self._runs.values()):
             run.wanted.discard(sequence)
             if not run.wanted and not run.computed and run.task is not None:
@@ -150,20 +164,39 @@ class PrefillGang:
 
     def _started(self, run: _Run) -> None:
         self._listener.started(run.step)
-        if self._layers > 1:
-            for flow in run.flows:
-                self._send(run, flow, self._size(flow) * (self._layers - 1) // self._layers)
+        for flow in list(run.flows):
+            if self._layers > 1:
+                flow.due.append(self._size(flow) * (self._layers - 1) // self._layers)
+            self._ask(run, flow)
+
+    def _ask(self, run: _Run, flow: _Flow) -> None:
+        """Let the flow begin when its turn comes."""
+
+        def begin() -> None:
+            flow.begun = True
+            self._send(run, flow)
+
+        if flow.transfer is None:
+            begin()
+        else:
+            self.receiving.ask(flow.destination, flow.transfer, begin)
 
     def _ended(self, run: _Run) -> None:
         run.computed = True
         if not run.wanted:
+            for flow in run.flows:
+                self._end(flow)
             run.flows.clear()
             run.unsent = dict.fromkeys(run.step.group, 0)
         else:
             self._listener.computed(run.step)
+        run.ending = True
         for flow in run.flows:
             size = self._size(flow)
-            self._send(run, flow, size - size * (self._layers - 1) // self._layers)
+            flow.due.append(size - size * (self._layers - 1) // self._layers)
+        for flow in list(run.flows):
+            self._send(run, flow)
+        run.ending = False
         for instance, flows in list(run.unsent.items()):
             if not flows:
                 self._instance_done(run, instance)
@@ -171,7 +204,12 @@ class PrefillGang:
     def _size(self, flow: _Flow) -> int:
         return sum(flow.tokens.values()) * self._kv_bytes_per_token
 
-    def _send(self, run: _Run, flow: _Flow, size: int) -> None:
+    def _send(self, run: _Run, flow: _Flow) -> None:
+        """What is computed and not sent, if it is the flow's turn."""
+        if not (flow.begun and flow.due):
+            return
+        size = sum(flow.due)
+        flow.due.clear()
         flow.missing += 1
         if flow.link is None:
             self._arrived(run, flow)
@@ -180,15 +218,20 @@ class PrefillGang:
 
     def _arrived(self, run: _Run, flow: _Flow) -> None:
         flow.missing -= 1
-        if flow.missing or not run.computed or flow not in run.flows:
+        if flow.missing or flow.due or not run.computed or flow not in run.flows:
             return
+        self._end(flow)
         for sequence, tokens in flow.tokens.items():
             self._listener.arrived(sequence, flow.destination, tokens)
         for instance in flow.sources:
             run.unsent[instance] -= 1
             # While the step's end is dealt with, `_ended` looks for those that have nothing left.
-            if not run.unsent[instance] and flow.link is not None:
+            if not run.unsent[instance] and not run.ending:
                 self._instance_done(run, instance)
+
+    def _end(self, flow: _Flow) -> None:
+        if flow.transfer is not None:
+            self.receiving.end(flow.destination, flow.transfer)
 
     def _instance_done(self, run: _Run, instance: InstanceId) -> None:
         del run.unsent[instance]
@@ -209,14 +252,22 @@ class PrefillGang:
 
 
 def _flows(
-    step: RunStep, destinations: Mapping[SequenceId, tuple[Share, ...]], route: Route
+    step: RunStep,
+    destinations: Mapping[SequenceId, tuple[Share, ...]],
+    route: Route,
+    *,
+    single: bool,
 ) -> Iterator[_Flow]:
-    """The step's KV by link and decode instance, in order of pieces, shares and group."""
-    flows: dict[tuple[Link | None, InstanceId], _Flow] = {}
+    """The step's KV by link and decode instance, in order of pieces, shares and group.
+
+    Args:
+        single: each sequence and each instance that sends it apart, because they take turns.
+    """
+    flows: dict[tuple[object, ...], _Flow] = {}
     for piece, rows, history in zip(step.pieces, rows_of(step), step.history, strict=True):
         begins = all(it.origin for it in history)
         rows = (*rows, *history) if begins else rows  # what others have computed is sent as well
-        for share in destinations.get(piece.sequence, ()):
+        for share in own(destinations.get(piece.sequence, ())):  # the rest is there already
             chunk = chunk_of(piece)
             wanted = share.span.intersection(Span(0, chunk.stop) if begins else chunk)
             for row in rows:
@@ -224,8 +275,12 @@ def _flows(
                 if not tokens:
                     continue
                 link = route(row.instance, share.instance)
-                key = (link, share.instance)
-                flow = flows.setdefault(key, _Flow(link, share.instance))
+                key: tuple[object, ...] = (link, share.instance)
+                flow = _Flow(link, share.instance)
+                if single:
+                    key = (*key, piece.sequence, row.instance)
+                    flow.transfer = Transfer(piece.sequence, step.step, row.instance)
+                flow = flows.setdefault(key, flow)
                 flow.tokens[piece.sequence] = flow.tokens.get(piece.sequence, 0) + tokens
                 flow.sources[row.instance] = None
     yield from flows.values()

@@ -117,8 +117,8 @@ class Cluster:
         self._view = ClusterView()
         self._gangs: dict[GangRole, GangClient] = {}
         self._changed = asyncio.Event()
-        self._bereft = asyncio.Event()
-        """A gang was lost just now."""
+        self._place_in_doubt = asyncio.Event()
+        """A gang was lost just now, or found to be of use or of none."""
         self._model: str | None = None
         """Fingerprint of the last attached gang's."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -213,11 +213,16 @@ class Cluster:
         if work.cancelled():
             return None
         error = work.exception()
-        self._obstacle = _obstacle(error)
+        self._meet_with(_obstacle(error))
         if error is None:
             return None
         self._report(error)
         return self._deadlines.retry_s
+
+    def _meet_with(self, obstacle: str) -> None:
+        former, self._obstacle = self._obstacle, obstacle
+        if (former == UNUSABLE) != (obstacle == UNUSABLE):
+            self._place_in_doubt.set()
 
     def _report(self, error: BaseException) -> None:
         """Keep the reason; say it aloud once, not at every attempt."""
@@ -278,10 +283,10 @@ class Cluster:
     async def _keep_place(self) -> None:
         """Go before newer routers while requests have lost what computes them."""
         while True:
-            self._bereft.clear()
+            self._place_in_doubt.clear()
             usable = self._obstacle != UNUSABLE
             await self._go_first(self._busy and self.link is None and usable and not self._draining)
-            await _wait(self._bereft, KEEP_ALIVE_S)
+            await _wait(self._place_in_doubt, KEEP_ALIVE_S)
 
     async def _go_first(self, wanted: bool) -> None:
         try:
@@ -307,7 +312,7 @@ class Cluster:
         _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
         if self._listener is not None:
             self._listener.gang_down(gang, reason)
-        self._bereft.set()
+        self._place_in_doubt.set()
         self._changed.set()
 
     # --- linking ---

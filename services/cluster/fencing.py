@@ -54,11 +54,11 @@ class Fencing:
         await self._precedence.check(self.generation, time.monotonic())
         taken: set[GangClient] = set()
         try:
-            errors = await _each(self._ask, gangs)
+            errors = await _each(lambda gang: self._ask(gang, model), gangs)
             # Of a router that is alive not one gang may be taken: it would lose the others' work.
             self._check_newest(errors.values())
             free = [gang for gang in gangs if gang not in errors]
-            errors |= await _each(lambda gang: self._take(gang, model), free)
+            errors |= await _each(lambda gang: gang.attach(self.generation), free)
             for gang in free:
                 if gang not in errors:
                     taken.add(gang)
@@ -78,16 +78,16 @@ class Fencing:
             if isinstance(error, RanksHeld | Superseded):
                 raise error
 
-    async def _ask(self, gang: GangClient) -> None:
+    async def _ask(self, gang: GangClient, model: str | None) -> None:
+        """Whether the gang could be taken over, and used: one that could not is never held, not
+        even for a moment, in which a router that could use it would be refused."""
         self._attachments += 1
         # A new name each time, so that a rank which this router was attached to before drops
         # what it still does for it.
         name = f"{self._router_id}.{self._attachments}"
         await gang.connect(secret=self._secret, router_id=name)
         await gang.check_free(self.generation)
-
-    async def _take(self, gang: GangClient, model: str | None) -> None:
-        await gang.attach(self.generation)
+        await gang.describe()
         found = gang.descriptions[0].model_fingerprint
         if model is not None and found != model:
             raise ConfigError(

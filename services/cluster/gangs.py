@@ -109,6 +109,7 @@ def rank_config(role: GangRole, settings: Settings, gang: GangContext, *, host: 
         location=location(role, settings, gang.rank),
         max_positions=settings.max_positions,
         kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
+        kv_receiving_backends=settings.kv_transfer.receiving_backends,
         kv_checksum=settings.kv_transfer.checksum,
         quantum_ms=settings.quantum_ms,
     )

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from csps.protocols.errors import ModelNotFound
+from csps.protocols.errors import ModelNotFound, QueueFull
 from csps.protocols.openai_responses import ModelCard, ModelList
 from csps.services.http.answer import Piece
 from csps.services.http.body import read_body, while_connected
@@ -29,6 +29,7 @@ from csps.services.http.streaming import EventStream
 from csps.services.http.tokenizer_pool import TokenizerPool
 from csps.services.launch.credentials import ApiKeys
 from csps.services.router.running import Generation, Running
+from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.request_trace import RequestTrace
@@ -45,8 +46,9 @@ _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Engine(Protocol):
     """What the API needs of whoever runs requests: `services.router.service.RequestService`."""
 
-    def check_room(self) -> None:
-        """Raise `QueueFull` if any request would be refused now."""
+    def check_room(self, slo: Slo) -> None:
+        """Raise `QueueFull` if any request would be refused now; this one would be held to
+        `slo`."""
         ...
 
     def submit(self, generation: Generation) -> Running:
@@ -143,13 +145,11 @@ class Api:
     ) -> tuple[GeneratedResponse, bool]:
         """Nothing but the exchange is left of the body afterwards."""
         request_id = request_id_of(request)
-        slo = read_slo(request.headers)
-        self.engine.check_room()
+        asked = read_slo(request.headers)
+        self.engine.check_room(self.parser.slo(asked))
         with self.lanes.holding() as held:
-            body = await read_body(
-                request, self.max_body_bytes, grown=held.grown, deadlines=self.parser.deadlines
-            )
-            arrival = Arrival(request_id=request_id, slo=slo, fit=self.engine.fit, owner=owner)
+            body = await self._read(request, held.grown, asked)
+            arrival = Arrival(request_id=request_id, asked=asked, fit=self.engine.fit, owner=owner)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
             trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
             try:
@@ -159,6 +159,15 @@ class Api:
                 trace.failed(error)
                 trace.end()
                 raise
+
+    async def _read(self, request: Request, grown: Callable[[int], None], asked: Slo) -> bytes:
+        try:
+            return await read_body(
+                request, self.max_body_bytes, grown=grown, deadlines=self.parser.deadlines
+            )
+        except QueueFull as error:  # too many long bodies are being read
+            self.metrics.refused(error, self.parser.slo(asked))
+            raise
 
     async def _submit(
         self, accept: Callable[[], Awaitable[Accepted]], trace: RequestTrace

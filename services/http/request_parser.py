@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from csps.protocols.sampling import Sampling
 from csps.services.launch.settings import Settings
 from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.running import Generation
+from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.prefix.settings import BLOCK_TOKENS
 
@@ -40,19 +41,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slo:
-    """Service-level objectives of one request, from its headers; None where it has none."""
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Arrival:
     """What is known of a request beside its body."""
 
     request_id: str
-    slo: Slo = Slo()
+    asked: Slo = field(default_factory=Slo)
+    """Objectives in its headers."""
     fit: Fit | None = None
     """What fits the gangs, once they are known."""
     owner: bytes = b""
@@ -88,6 +82,23 @@ class RequestParser:
         """For a body to come."""
         self._deadline_s = settings.deadlines.request_s
         self._reuses = settings.kv_reuse.enabled
+        self._slo = settings.slo
+
+    def slo(self, asked: Slo, *, prompt_tokens: int = 0) -> Slo:
+        """What a request is held to: the server's objectives, unless it brings its own.
+
+        Args:
+            asked: what its headers say.
+            prompt_tokens: 0 where nobody has read it yet.
+        """
+        own = self._slo
+        longer_ms = own.ttft_ms_per_1k_tokens * prompt_tokens / 1000
+        ttft_ms = None if own.ttft_ms is None else own.ttft_ms + longer_ms
+        return Slo(
+            ttft_ms=ttft_ms if asked.ttft_ms is None else asked.ttft_ms,
+            tpot_ms=own.tpot_ms if asked.tpot_ms is None else asked.tpot_ms,
+            e2e_ms=own.e2e_ms,
+        )
 
     def completion(self, body: bytes, arrival: Arrival) -> Accepted:
         """`POST /v1/completions`.
@@ -132,8 +143,7 @@ class RequestParser:
             attention=request.csps.attention,
             csa=csa_settings(request.csps) if request.csps.attention == "csa" else None,
             strategy=request.csps.ring,
-            slo_ttft_ms=arrival.slo.ttft_ms,
-            slo_tpot_ms=arrival.slo.tpot_ms,
+            slo=self.slo(arrival.asked, prompt_tokens=len(prompt)),
             deadline_s=self._deadline_s,
             prefix=prefix,
             hashes=() if prefix is None else prefix.hashes(ids),
@@ -241,7 +251,7 @@ def objective(options: CspsOptions) -> Objective:
 
 def csa_settings(options: CspsOptions) -> CsaSettings:
     """What the client fixes of its sparse attention; what it leaves open drops nothing."""
-    names = {field.name for field in fields(CsaSettings)} - {"drop_ratios"}
+    names = {it.name for it in fields(CsaSettings)} - {"drop_ratios"}
     given = {name: getattr(options, name) for name in names}
     settings = CsaSettings(**{name: it for name, it in given.items() if it is not None})
     if options.drop_ratio is None:

@@ -21,6 +21,7 @@ from csps.services.scheduling.policies.choice import check_pairing, make_policy
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -127,6 +128,10 @@ class KvTransferSettings(Section):
     in_flight_mib: Count = 32
     """Host memory of a rank for KV on its way to or from the other gang. Its peers share it: with
     many ranks, or on a fast network that takes long to answer, more of it keeps links busy."""
+    receiving_backends: Count = 16
+    """Transfers that a decode rank takes at a time, each from one prefill rank: what more wants to
+    send waits in the order in which requests have first asked, and a request keeps its backends
+    until all of its KV has landed."""
     checksum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of messages whose bytes are compared where they land: 1 for hardware that is in doubt.
     A difference fails the attempt, which is repeated. None by default: TCP has checksums."""
@@ -182,6 +187,20 @@ class HttpSettings(Section):
     """For a whole body. Of the largest that is a megabyte in two seconds."""
     body_silence_s: Seconds = 10.0
     """For the next byte of a body."""
+
+
+class SloSettings(Section):
+    """What requests are held to that bring no objectives of their own (`x-slo-*`): counted in
+    `csps:request_slo_total`, enforced nowhere. None counts nothing."""
+
+    ttft_ms: Milliseconds | None = None
+    """From submission to the first token."""
+    ttft_ms_per_1k_tokens: Duration = 0.0
+    """Added for every 1,000 prompt tokens."""
+    tpot_ms: Milliseconds | None = None
+    """Mean time per token after the first."""
+    e2e_ms: Milliseconds | None = None
+    """From submission to the last token."""
 
 
 class TelemetrySettings(Section):
@@ -256,6 +275,7 @@ class Settings(Section):
     kv_transfer: KvTransferSettings = KvTransferSettings()
     kv_reuse: KvReuseSettings = KvReuseSettings()
     topology: TopologySettings = TopologySettings()
+    slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")

@@ -185,6 +185,7 @@ def _rank_configs(role: GangRole, settings: Settings) -> list[RankConfig]:
             location=f"0-0-{first + rank}",
             max_positions=settings.max_positions,
             kv_in_flight_bytes=settings.kv_transfer.in_flight_bytes,
+            kv_receiving_backends=settings.kv_transfer.receiving_backends,
             kv_checksum=settings.kv_transfer.checksum,
             quantum_ms=settings.quantum_ms,
         )

@@ -7,7 +7,7 @@ scheduler learns its first token, because KV must land soon after it, and its en
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from csps.protocols.errors import CspsError, FaultError, ProtocolError
@@ -52,11 +52,20 @@ class Reports:
 
     Args:
         tell: takes events for the scheduler.
+        on_landed: told when all of a prompt's KV is there.
     """
 
-    def __init__(self, requests: Requests, sequences: Sequences, steps: Steps, tell: Tell) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        sequences: Sequences,
+        steps: Steps,
+        tell: Tell,
+        *,
+        on_landed: Callable[[Sequence[KvLanded]], None],
+    ) -> None:
         self._requests, self._sequences, self._steps = requests, sequences, steps
-        self._tell = tell
+        self._tell, self._on_landed = tell, on_landed
         self.kept = KeptReports(tell)
         self._heard: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
@@ -147,8 +156,14 @@ class Reports:
         landed = unpack(KvLanded, payload)
         sequence = self._sequences.serving(landed.rid)
         instance = instance_id(number, gang.instance_of(rank))
-        if sequence is not None and sequence.unlanded.reported(instance, rank):
+        if sequence is None:
+            return
+        sequence.landed.append(landed)
+        sequence.running.landed_after(landed.waited)
+        if sequence.unlanded.reported(instance, rank):
             self._tell(Landed(sequence=sequence.id, instance=instance, tokens=landed.tokens))
+            if not sequence.unlanded:
+                self._on_landed(sequence.landed)
 
     def _freed(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         freed = unpack(SlotsFreed, payload)

@@ -108,7 +108,7 @@ class Requests:
         """It was not admitted after all: the line has filled up within this turn of the loop."""
         running.fail(error)
         self._leave(running)
-        self._observer.refused(error)
+        self._observer.refused(error, running.generation.slo)
 
     def fail(self, running: Running, error: CspsError) -> None:
         """There will be no answer, or no rest of it."""

@@ -24,6 +24,7 @@ from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestC
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.prefix_key import PrefixKey
+from csps.services.router.slo import Slo
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -42,8 +43,7 @@ class Generation:
     """With attention "csa"."""
     strategy: AskedRing | None = None
     """Of exact attention, if one was asked for."""
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
+    slo: Slo = field(default_factory=Slo)
     prefix: PrefixKey | None = None
     """By which KV is found that others have left, and this is left to others; None: none is."""
     hashes: tuple[bytes, ...] = ()
@@ -92,6 +92,8 @@ class Timings:
     """From the first step's sending to its token."""
     transfer_s: float | None = None
     """From that token until all KV had landed: the part of the transfer that shows."""
+    transfer_wait_s: float | None = None
+    """The longest that KV has waited for its turn to be sent to a decode rank."""
     decode_s: float | None = None
     """From the hand-over to decode until the last token."""
     ttft_s: float | None = None
@@ -291,6 +293,10 @@ class Running:
         self.state = "landing"
         self.marks.prefilled = now
         self.timings.prefill_s = now - (self.marks.launched or now)
+
+    def landed_after(self, waited_s: float) -> None:
+        """A decode rank has its share of the KV, some of which waited so long for its turn."""
+        self.timings.transfer_wait_s = max(waited_s, self.timings.transfer_wait_s or 0.0)
 
     def handed_over_at(self, now: float) -> None:
         """All KV has landed, and decode was told."""

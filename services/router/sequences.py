@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import KvLanded
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
 from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.shares import own
 
 
 class InstanceRanks:
@@ -65,6 +67,8 @@ class LiveSequence:
     over: bool = False
     """Serves its request no more: tokens that still come for it are dropped."""
     last_token: int = -1
+    landed: list[KvLanded] = field(default_factory=list)
+    """What ranks with all of their KV of the prompt have said."""
 
     @property
     def id(self) -> SequenceId:
@@ -84,7 +88,7 @@ def live_sequence(command: Reserve, running: Running, decode: GangClient) -> Liv
         command=command,
         running=running,
         decode=decode,
-        unlanded=InstanceRanks(decode, iter({share.instance: 0 for share in command.shares})),
+        unlanded=InstanceRanks(decode, iter({it.instance: 0 for it in own(command.shares)})),
         unfreed=InstanceRanks(decode, iter(holders)),
         first_index=running.timings.tokens,
         next_index=running.timings.tokens,

@@ -18,6 +18,7 @@ from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
 from csps.services.router.running import Generation, Running
 from csps.services.router.sequences import Sequences
+from csps.services.router.slo import Slo
 from csps.services.router.steps import Steps
 from csps.services.router.turns import Recorder, Turns
 from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
@@ -58,9 +59,15 @@ class RequestService:
         self._observer = observer or NoObserver()
         self._turns = Turns(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), Sequences()
-        self._steps = Steps(costs.measured)
+        self._steps = Steps(costs.measured, self._observer)
         self._requests = Requests(self._observer, self._turns.tell)
-        self._reports = Reports(self._requests, self._sequences, self._steps, self._turns.tell)
+        self._reports = Reports(
+            self._requests,
+            self._sequences,
+            self._steps,
+            self._turns.tell,
+            on_landed=self._observer.kv_landed,
+        )
         self._executor = Executor(
             gangs=self._gangs,
             costs=costs,
@@ -140,8 +147,9 @@ class RequestService:
 
     # --- the HTTP layer's side -----------------------------------------------------------------
 
-    def check_room(self) -> None:
-        """Refuse a request of which nothing is known yet: its body need not be read.
+    def check_room(self, slo: Slo) -> None:
+        """Refuse a request of which nothing but its objectives is known yet: its body need not be
+        read.
 
         Raises:
             QueueFull: too many are waiting, or the server is shutting down.
@@ -151,7 +159,7 @@ class RequestService:
             if (refusal := self._scheduler.refusal_unread()) is not None:
                 raise error_of(refusal)
         except RequestError as error:
-            self._observer.refused(error)
+            self._observer.refused(error, slo)
             raise
 
     def submit(self, generation: Generation) -> Running:
@@ -165,7 +173,7 @@ class RequestService:
         try:
             self._check(generation)
         except RequestError as error:
-            self._observer.refused(error)
+            self._observer.refused(error, generation.slo)
             raise
         self._costs.know(generation.cls)
         return self._requests.submit(generation)

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import PrefillDone
+from csps.protocols.topology import Location
 from csps.services.router.sequences import InstanceRanks, LiveSequence
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import InstanceId, StepId
+from csps.services.telemetry.observer import Observer
+from csps.services.telemetry.step_metrics import StepFigures
 
 
 @dataclass(eq=False, slots=True)
@@ -27,16 +30,27 @@ class Steps:
 
     Args:
         measured: is told how long a whole step took, and `tp` of its gang.
+        observer: is told what it was made of.
     """
 
-    def __init__(self, measured: Callable[[RunStep, int, float], None]) -> None:
-        self._measured = measured
+    def __init__(self, measured: Callable[[RunStep, int, float], None], observer: Observer) -> None:
+        self._measured, self._observer = measured, observer
         self._running: dict[StepId, _RunningStep] = {}
 
     def launched(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
         """The step was sent to every rank of the gang."""
+        if command.urgent:
+            self._observer.preempted(self._standing_still(command))
         undone = InstanceRanks(gang, iter(command.group))
         self._running[command.step] = _RunningStep(command, gang.tp, sequences, undone)
+
+    def _standing_still(self, urgent: RunStep) -> int:
+        """Requests of long steps on instances of an urgent one."""
+        return sum(
+            len(it.sequences)
+            for it in self._running.values()
+            if not it.command.urgent and any(member in it.undone for member in urgent.group)
+        )
 
     def rank_done(self, done: PrefillDone, instance: InstanceId) -> float | None:
         """A rank has reported; returns the seconds that its instance took if it was the last one
@@ -53,6 +67,7 @@ class Steps:
             del self._running[done.job_id]
             for sequence in step.sequences:
                 sequence.running.timings.add_figures(step.figures)
+            self._observer.step_done(_figures(step))
             if not any(it.cancelled for it in step.figures):
                 self._measured(step.command, step.tp, max(step.took_s.values()))
         return took_s
@@ -62,3 +77,15 @@ class Steps:
         self._running = {
             number: step for number, step in self._running.items() if step.undone.gang is not gang
         }
+
+
+def _figures(step: _RunningStep) -> StepFigures:
+    gang = step.undone.gang
+    places = [Location.parse(it) for it in gang.locations]
+    return StepFigures(
+        strategy=step.command.strategy,
+        sp=len(step.command.group),
+        tokens=sum(piece.length for piece in step.command.pieces),
+        ranks=step.figures,
+        places=[places[gang.instance_of(rank)] for rank in range(gang.world_size)],
+    )

@@ -55,8 +55,9 @@ class DecodePlacement(Part, frozen=True):
 
     request: RequestId
     shares: tuple[Share, ...]
-    """The prompt's KV: each position once. What is reused where it is decoded is named as it lies
-    there (`View.cached`), with its origin; it takes no slots."""
+    """The prompt's KV: each position once. What was kept where it is decoded may be named as it
+    lies there (`View.cached`), with its origin: then it takes no slots and is not sent. If it is
+    computed there as well, what is reused is named so."""
     master: InstanceId
     """Slots for all tokens to come are set aside there, if `answer` does not name others."""
     answer: tuple[Share, ...] = ()

@@ -35,11 +35,17 @@ def _check_prefix(gangs: Gangs, sequences: Sequences, steps: Steps, prefix: Pref
     computed = (it for step in steps.by_id.values() for it in step.sequences)
     known = dict.fromkeys((*sequences.by_id.values(), *computed))
     for it in known:
+        if it.held is not None:
+            assert not it.in_place, "uses twice where it is computed"
+            assert gangs.lives(it.held.gang), "uses what is gone"
+            assert it.held.gang is it.decode, "uses what lies elsewhere"
+            assert it.unfreed, "uses what it does not read"
         if it.use is not None:
             assert it.cached, "uses nothing"
             assert gangs.lives(it.use.gang), "uses what is gone"
             assert it.computing or (it.in_place and it.unfreed), "uses what it does not read"
-    prefix.check((it.use for it in known if it.use is not None), gangs.instances.values())
+    uses = [use for it in known for use in (it.use, it.held) if use is not None]
+    prefix.check(uses, gangs.instances.values())
 
 
 def _check_steps(gangs: Gangs, steps: Steps) -> None:

@@ -36,13 +36,21 @@ class Ledger:
         """Give `owner`, who has none yet, that many slots of each instance; the ledger keeps
         the dictionary, unless it is empty."""
         assert owner not in self._held, f"{owner} already holds slots"
+        self.extend(owner, slots)
+
+    def extend(self, owner: int, slots: dict[InstanceId, int]) -> None:
+        """The same for one who may have some of other instances."""
         if not slots:
             return
         instances = self._instances
         for instance, count in slots.items():
             it = instances[instance]
             assert 0 <= count <= it.capacity - it.used, f"no {count} slots free on {instance}"
-        self._held[owner] = slots
+        if owner in self._held:
+            assert self._held[owner].keys().isdisjoint(slots), f"{owner} already holds slots"
+            self._held[owner].update(slots)
+        else:
+            self._held[owner] = slots
         for instance, count in slots.items():
             instances[instance].used += count
 

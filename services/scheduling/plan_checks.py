@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Set
 from operator import attrgetter
+from typing import NamedTuple
 
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
@@ -19,18 +18,62 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.prefix.index import PrefixIndex
-from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
+from csps.services.scheduling.prefix.reused import (
+    Reused,
+    held_by_plan,
+    reused_by_plan,
+    reused_by_ride,
+)
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import decode_slots
-from csps.services.scheduling.shares import bounds_of, outside, own, parts, tokens_on, within
-from csps.services.scheduling.state import Pair, Request, Sequence
+from csps.services.scheduling.shares import (
+    bounds_of,
+    outside,
+    own,
+    parts,
+    placed_once,
+    tokens_on,
+    within,
+)
+from csps.services.scheduling.state import Gang, Pair, Request, Sequence
 from csps.services.scheduling.step_shares import (
     Histories,
     chunk_of,
+    cut_at_bounds,
     histories_of,
     rows_of,
     slots_of,
 )
+
+Slots = dict[InstanceId, int]
+
+
+class CheckedPlan(NamedTuple):
+    """A plan that may be applied, and what was worked out to know that."""
+
+    plan: StartPlan
+    pair: Pair
+    reused: Reused
+    """Where it is computed."""
+    held: Reused
+    """Where it is only decoded: what is not sent there."""
+    histories: list[Histories]
+    """Of its steps."""
+    steps: list[Slots]
+    """Slots of its steps; none in place, where those of its placements are theirs."""
+    decode: list[Slots]
+    """Slots of its placements."""
+    needs: Slots
+    """All of them, which have to be empty."""
+
+
+class CheckedRide(NamedTuple):
+    """The same of a ride."""
+
+    ride: Ride
+    gang: Gang
+    reused: Reused
+    needs: Slots
 
 
 class PlanChecks:
@@ -38,34 +81,26 @@ class PlanChecks:
 
     def __init__(self, gangs: Gangs, requests: Requests, prefix: PrefixIndex) -> None:
         self._gangs, self._requests, self._prefix = gangs, requests, prefix
-        self._slots: dict[InstanceId, int] = {}
+        self._slots: Slots = {}
         """Of all plans, with those of kept KV that they use."""
-        self._needs: dict[InstanceId, int] = {}
-        """Of one, which have to be empty."""
         self._started: dict[RequestId, None] = {}
 
     def check(
         self, plans: Iterable[StartPlan], rides: Iterable[Ride] = ()
-    ) -> list[dict[InstanceId, int]]:
-        """Assert that all of them are whole and that their slots are free.
-
-        Returns:
-            The slots that each needs, first those of the plans.
-        """
-        needs = [self._needs_of(partial(self._check_plan, it)) for it in plans]
-        needs += [self._needs_of(partial(self._check_ride, it)) for it in rides]
+    ) -> list[CheckedPlan | CheckedRide]:
+        """Assert that all of them are whole and that their slots are free."""
+        checked: list[CheckedPlan | CheckedRide] = [self._check_plan(it) for it in plans]
+        checked += [self._check_ride(it) for it in rides]
         for instance, count in self._slots.items():
             it = self._gangs.instances[instance]
             assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
-        return needs
+        return checked
 
-    def check_moves(
-        self, moves: Iterable[tuple[Sequence, DecodePlacement]]
-    ) -> list[dict[InstanceId, int]]:
+    def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
         """Assert that sequences can go where they are to. Returns the slots that each needs."""
-        return [self._needs_of(partial(self._check_move, *it)) for it in moves]
+        return [self._check_move(*it) for it in moves]
 
-    def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> None:
+    def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
         assert sequence.joined_ns is not None, "moved before it is decoded"
         assert not sequence.over, "moved when it is over"
         assert not sequence.moves, "moved twice at a time"
@@ -76,27 +111,32 @@ class PlanChecks:
         held = tokens_on((*sequence.shares, *sequence.answer))
         if not sequence.answer:
             held[sequence.master_id] = held.get(sequence.master_id, 0) + stop - start
-        for instance, slots in decode_slots(placement, 0).items():
-            self._take(instance, max(0, slots - held.get(instance, 0)), sequence.decode.id)
+        slots = decode_slots(placement, 0).items()
+        needs = {instance: max(0, count - held.get(instance, 0)) for instance, count in slots}
+        self._take(needs, sequence.decode.id)
+        return needs
 
-    def _needs_of(self, check: Callable[[], None]) -> dict[InstanceId, int]:
-        self._needs = {}
-        check()
-        return self._needs
-
-    def _check_plan(self, plan: StartPlan) -> None:
-        pair = self.pair(plan)
+    def _check_plan(self, plan: StartPlan) -> CheckedPlan:
+        pair = self._pair(plan)
         reused = reused_by_plan(plan, pair, self._requests.live, self._prefix)
+        held = held_by_plan(plan, pair, self._requests.live, self._prefix)
         self._use(reused)
+        self._use(held)
         begun = {request: cached.shares for request, cached in reused.items()}
-        found = histories_of(plan, begun, in_place=pair.in_place)
+        found = list(histories_of(plan, begun, in_place=pair.in_place))
+        steps, decode = [], []
         for step, histories in zip(plan.steps, found, strict=True):
             self._check_step(step, pair.prefill.id)
-            self._check_kept(step, histories, plan, pair)
+            slots = {} if pair.in_place else slots_of(step, histories)
+            self._check_members(step, histories, slots, plan, pair)
+            self._take(slots, pair.prefill.id)
+            steps.append(slots)
         lengths = _computed(plan.steps, reused)
         assert len(plan.decode) == len(lengths), "a placement for every request, and no more"
         for placement in plan.decode:
-            self._check_placement(placement, lengths, pair)
+            decode.append(self._check_placement(placement, lengths, pair))
+        needs = _sum([*steps, *decode])
+        return CheckedPlan(plan, pair, reused, held, found, steps, decode, needs)
 
     def _use(self, reused: Reused) -> None:
         """Kept KV that is reused is nobody's to take."""
@@ -104,8 +144,7 @@ class PlanChecks:
             for instance, count in cached.taken.items():
                 self._slots[instance] = self._slots.get(instance, 0) + count
 
-    def pair(self, plan: StartPlan) -> Pair:
-        """The gangs that a plan uses."""
+    def _pair(self, plan: StartPlan) -> Pair:
         prefill = gang_of(plan.steps[0].group[0])
         decode = gang_of(plan.decode[0].master)
         for pair in self._gangs.pairs:
@@ -126,25 +165,22 @@ class PlanChecks:
         if any(it.rows for it in pieces):
             _check_rows(step)
 
-    def _check_kept(
-        self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: Pair
+    def _check_members(
+        self, step: PlannedStep, histories: Histories, slots: Slots, plan: StartPlan, pair: Pair
     ) -> None:
-        """Whoever has to do with a piece is in the group; and there are slots, which in place are
-        those of the placements."""
-        concerned = self._concerned(step, histories, plan, pair)
-        assert concerned <= set(step.group), "an instance outside of the group"
-        assert concerned == set(step.group), "an empty part"
-        if not pair.in_place:
-            for instance, slots in slots_of(step, histories).items():
-                self._take(instance, slots, pair.prefill.id)
+        """Whoever has to do with a piece is in the group, and nobody else."""
+        if pair.in_place or any(histories) or not cut_at_bounds(step):
+            concerned: Set[InstanceId] = self._concerned(step, histories, plan, pair)
+        else:
+            concerned = slots.keys()
+        group = set(step.group)
+        assert concerned <= group, "an instance outside of the group"
+        assert concerned == group, "an empty part"
 
     def _concerned(
         self, step: PlannedStep, histories: Histories, plan: StartPlan, pair: Pair
     ) -> set[InstanceId]:
         """Who computes something of a step, or holds or is to hold KV of its pieces."""
-        if not (pair.in_place or any(histories) or any(it.rows or it.keep for it in step.pieces)):
-            members = zip(step.group, pairwise(step.bounds), strict=True)
-            return {it for it, (start, stop) in members if start < stop}
         concerned = {share.instance for rows in rows_of(step) for share in rows}
         placed = {it.request: it.shares for it in plan.decode} if pair.in_place else {}
         for piece, history in zip(step.pieces, histories, strict=True):
@@ -155,39 +191,42 @@ class PlanChecks:
             concerned.update(it.instance for it in (*history, *to_lie))
         return concerned
 
-    def _check_ride(self, ride: Ride) -> None:
+    def _check_ride(self, ride: Ride) -> CheckedRide:
         gang = gang_of(ride.placement.master)
         pairs = [it for it in self._gangs.pairs if it.decode.id == gang]
         assert pairs, "a ride on no pair"
         assert ride.budget > 0, "a ride that never moves"
         request = self._waiting(ride.placement.request)
-        self._use(reused_by_ride(ride, self._requests.live, self._prefix))
+        reused = reused_by_ride(ride, self._requests.live, self._prefix)
+        self._use(reused)
         widest = max(pairs, key=attrgetter("max_positions"))
-        self._check_placement(ride.placement, {request.id: request.prompt_tokens}, widest)
+        lengths = {request.id: request.prompt_tokens}
+        needs = self._check_placement(ride.placement, lengths, widest)
+        return CheckedRide(ride, widest.decode, reused, needs)
 
-    def _take(self, instance: InstanceId, slots: int, gang: GangId) -> None:
-        assert gang_of(instance) == gang, "an instance of another gang"
-        for counts in (self._slots, self._needs):
-            counts[instance] = counts.get(instance, 0) + slots
+    def _take(self, slots: Mapping[InstanceId, int], gang: GangId) -> None:
+        for instance, count in slots.items():
+            assert gang_of(instance) == gang, "an instance of another gang"
+            self._slots[instance] = self._slots.get(instance, 0) + count
 
     def _check_placement(
         self, placement: DecodePlacement, lengths: dict[RequestId, int], pair: Pair
-    ) -> None:
+    ) -> Slots:
         request, gang = self._waiting(placement.request), pair.decode.id
         total = request.prompt_tokens + request.output_tokens
         assert total <= pair.max_positions, f"{total} tokens where {pair.max_positions} may be"
         assert request.id not in self._started, f"request {request.id} is started twice"
         self._started[request.id] = None
         assert lengths.get(request.id) == request.prompt_tokens, "not the whole prompt"
-        prompt, answer = Span(0, request.prompt_tokens), Span(request.prompt_tokens, total)
-        assert parts(prompt, placement.shares), "the prompt's KV is not placed once"
-        assert not placement.answer or parts(answer, placement.answer), (
+        prompt = request.prompt_tokens
+        assert placed_once(0, prompt, placement.shares), "the prompt's KV is not placed once"
+        assert not placement.answer or placed_once(prompt, total, placement.answer), (
             "the answer's KV is not placed once"
         )
         assert gang_of(placement.master) == gang, "an instance of another gang"
         slots = decode_slots(placement, request.output_tokens)
-        for instance, count in slots.items():
-            self._take(instance, count, gang)
+        self._take(slots, gang)
+        return slots
 
     def _waiting(self, request: RequestId) -> Request:
         found = self._requests.live.get(request)
@@ -215,6 +254,14 @@ def _check_keep(piece: PlannedPiece, history: tuple[Share, ...]) -> None:
     history = tuple(own(history))
     once = _total(outside(history, moved)) == _total(history) - _total(moved)
     assert once, "what moves is not earlier KV, each position once"
+
+
+def _sum(needs: Iterable[Slots]) -> Slots:
+    sums: Slots = {}
+    for slots in needs:
+        for instance, count in slots.items():
+            sums[instance] = sums.get(instance, 0) + count
+    return sums
 
 
 def _total(shares: Iterable[Share]) -> int:

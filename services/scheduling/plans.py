@@ -21,15 +21,18 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
-from csps.services.scheduling.plan_checks import PlanChecks
+from csps.services.scheduling.plan_checks import CheckedPlan, CheckedRide, PlanChecks
 from csps.services.scheduling.prefix.index import PrefixIndex
-from csps.services.scheduling.prefix.reused import Reused, reused_by_plan, reused_by_ride
+from csps.services.scheduling.prefix.reused import Reused
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
-from csps.services.scheduling.state import Pair, Sequence, Step, Use
-from csps.services.scheduling.step_shares import Histories, histories_of, left_by, slots_of
+from csps.services.scheduling.state import Gang, Sequence, Step, Use
+from csps.services.scheduling.step_shares import Histories, left_by
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
+
+Uses = dict[RequestId, Use]
+"""Of kept KV, by the request that begins with it."""
 
 
 class Plans:
@@ -58,7 +61,7 @@ class Plans:
         moving = checks.check_moves(
             [(self._sequences.by_id[it.sequence], it.placement) for it in moves]
         )
-        needs = checks.check(plans, rides)
+        checked = checks.check(plans, rides)
         blocked = [it.request for it in decisions if type(it) is Blocked]
         self._requests.note_blocked(blocked)
         for it in decisions:
@@ -69,65 +72,72 @@ class Plans:
         for move, needed in zip(moves, moving, strict=True):
             if self._prefix.make_room(needed):
                 self._sequences.move(self._sequences.by_id[move.sequence], move.placement)
-        starts: list[StartPlan | Ride] = [*plans, *rides]
-        for decision, needed in zip(starts, needs, strict=True):
-            if not self._begin(decision, needed, checks):
+        for start in checked:
+            if not self._begin(start):
                 break  # decided again, as all behind it, when what it waits for is empty
 
-    def _begin(
-        self, decision: StartPlan | Ride, needed: dict[InstanceId, int], checks: PlanChecks
-    ) -> bool:
+    def _begin(self, checked: CheckedPlan | CheckedRide) -> bool:
         """Carry a decision out, if all slots that it needs are empty; else have them emptied."""
-        live, prefix = self._requests.live, self._prefix
-        if isinstance(decision, StartPlan):
-            pair = checks.pair(decision)
-            reused = reused_by_plan(decision, pair, live, prefix)
-            gang = pair.prefill
+        holds: Uses = {}
+        if isinstance(checked, CheckedPlan):
+            uses = self._use(checked.reused, checked.pair.prefill)
+            holds = self._use(checked.held, checked.pair.decode)
         else:
-            reused = reused_by_ride(decision, live, prefix)
-            gang = self._gangs.instances[decision.placement.master].gang
-        uses = {it: prefix.use(live[it], gang, cached.tokens) for it, cached in reused.items()}
-        if not prefix.make_room(needed):
-            for use in uses.values():
-                prefix.leave(use)
+            uses = self._use(checked.reused, checked.gang)
+        if not self._prefix.make_room(checked.needs):
+            for use in (*uses.values(), *holds.values()):
+                self._prefix.leave(use)
             return False
-        if isinstance(decision, StartPlan):
-            self._start(decision, pair, reused, uses)
+        if isinstance(checked, CheckedPlan):
+            self._start(checked, uses, holds)
         else:
-            self._ride(decision, reused, uses)
+            self._ride(checked, uses)
         return True
 
-    def _start(
-        self, plan: StartPlan, pair: Pair, reused: Reused, uses: dict[RequestId, Use]
-    ) -> None:
-        begun = {request: cached.shares for request, cached in reused.items()}
+    def _use(self, reused: Reused, gang: Gang) -> Uses:
+        live, use = self._requests.live, self._prefix.use
+        return {it: use(live[it], gang, cached.tokens) for it, cached in reused.items()}
+
+    def _start(self, checked: CheckedPlan, uses: Uses, holds: Uses) -> None:
+        plan, pair, reused = checked.plan, checked.pair, checked.reused
         sequences: dict[RequestId, Sequence] = {}
-        for placement in plan.decode:
+        for placement, needed in zip(plan.decode, checked.decode, strict=True):
             request = self._requests.live[placement.request]
             cached = reused[request.id].tokens if request.id in reused else 0
             if request.output_tokens == 1 and not pair.in_place:
                 # Nothing is decoded behind an only token, so that its KV need not go anywhere.
-                placement = msgspec.structs.replace(placement, shares=(), answer=())
-            sequence = self._sequences.start(request, pair, placement, uses.get(request.id), cached)
+                placement, needed = msgspec.structs.replace(placement, shares=(), answer=()), {}
+            use, held = uses.get(request.id), holds.get(request.id)
+            sequence = self._sequences.start(request, pair, placement, needed, use, cached, held)
             self._requests.take(request, sequence)
             sequences[request.id] = sequence
             self._reserve(sequence)
-        if not pair.in_place and any(it.stays for it in sequences.values()):
-            for number, shares in left_by(plan, begun).items():
-                sequences[number].left = shares if sequences[number].stays else ()
-        steps = []
-        found = histories_of(plan, begun, in_place=pair.in_place)
-        for planned, histories in zip(plan.steps, found, strict=True):
-            slots = {} if pair.in_place else slots_of(planned, histories)
-            steps.append(self._launch(planned, sequences, histories, slots))
+        staying = {
+            number: it
+            for number, it in sequences.items()
+            if not pair.in_place and self._prefix.may_stay(it.request, it.cached)
+        }
+        if staying:
+            begun = {number: cached.shares for number, cached in reused.items()}
+            left = left_by(plan, begun)
+            for number, sequence in staying.items():
+                sequence.left = left[number]
+        steps = [
+            self._launch(planned, sequences, histories, slots)
+            for planned, histories, slots in zip(
+                plan.steps, checked.histories, checked.steps, strict=True
+            )
+        ]
         if len(steps) > 1 or any(it.left for it in sequences.values()):
             for step in steps:
                 step.plan = tuple(steps)
 
-    def _ride(self, ride: Ride, reused: Reused, uses: dict[RequestId, Use]) -> None:
+    def _ride(self, checked: CheckedRide, uses: Uses) -> None:
+        ride, reused = checked.ride, checked.reused
         request = self._requests.live[ride.placement.request]
         cached = reused[request.id].tokens if request.id in reused else 0
-        sequence = self._sequences.ride(request, ride.placement, uses.get(request.id), cached)
+        use, needed = uses.get(request.id), checked.needs
+        sequence = self._sequences.ride(request, ride.placement, needed, use, cached)
         self._requests.take(request, sequence)
         self._reserve(sequence)
         self._turn.emit(
@@ -149,7 +159,7 @@ class Plans:
                 rides=sequence.rides,
                 answer=sequence.answer,
                 cached=sequence.cached,
-                stays=sequence.stays and sequence.in_place,
+                stays=sequence.stays,
             )
         )
 

@@ -36,31 +36,49 @@ class Sequences:
     # --- the way to decoding ---
 
     def start(
-        self, request: Request, pair: Pair, placement: DecodePlacement, use: Use | None, cached: int
+        self,
+        request: Request,
+        pair: Pair,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        use: Use | None,
+        cached: int,
+        held: Use | None,
     ) -> Sequence:
         """Take the slots for a prompt's KV and for all tokens that may be drawn.
 
         Args:
             placement: without shares if the step draws all that there is to draw.
+            slots: that it needs (`decode_slots`).
             use: of the KV of the prompt's first tokens, so many as are cached.
+            held: of the KV that the placement names, on a gang that decodes only.
         """
-        sequence = self._new(request, pair, placement, tokens_on(own(placement.shares)))
+        unlanded = tokens_on(own(placement.shares))
+        sequence = self._new(request, pair, placement, slots, unlanded)
+        sequence.held = held
         return self._reusing(sequence, use, cached)
 
     def ride(
-        self, request: Request, placement: DecodePlacement, use: Use | None, cached: int
+        self,
+        request: Request,
+        placement: DecodePlacement,
+        slots: dict[InstanceId, int],
+        use: Use | None,
+        cached: int,
     ) -> Sequence:
         """The same for a sequence that joins at once; its gang owes tokens from now on."""
         gang = self._gangs.instances[placement.master].gang
         pair = Pair(prefill=gang, decode=gang)
-        sequence = self._new(request, pair, placement, {}, rides=True)
+        sequence = self._new(request, pair, placement, slots, {}, rides=True)
         sequence.joined_ns = self._turn.now_ns
         gang.owing[sequence.id] = self._turn.now_ns
         return self._reusing(sequence, use, cached)
 
     def _reusing(self, sequence: Sequence, use: Use | None, cached: int) -> Sequence:
         sequence.use, sequence.cached = use, cached
-        sequence.stays = self._prefix.may_stay(sequence.request, cached)
+        reused = sum(it.tokens for it in sequence.shares if it.origin)
+        stays = self._prefix.may_stay(sequence.request, reused)
+        sequence.stays = bool(sequence.shares) and stays
         return sequence
 
     def _new(
@@ -68,11 +86,11 @@ class Sequences:
         request: Request,
         pair: Pair,
         placement: DecodePlacement,
+        slots: dict[InstanceId, int],
         unlanded: dict[InstanceId, int],
         *,
         rides: bool = False,
     ) -> Sequence:
-        slots = decode_slots(placement, request.output_tokens)
         master = self._gangs.instances[placement.master]
         sequence = Sequence(
             id=self._gangs.next_id("sequence"),
@@ -147,6 +165,11 @@ class Sequences:
         if use is not None:
             self._prefix.leave(use)
 
+    def _leave_held(self, sequence: Sequence) -> None:
+        held, sequence.held = sequence.held, None
+        if held is not None:
+            self._prefix.leave(held)
+
     def _keep(self, sequence: Sequence, drawn: int, hashes: tuple[bytes, ...]) -> None:
         """A sequence is over whose KV stays where it was decoded.
 
@@ -156,8 +179,12 @@ class Sequences:
         """
         gang, prompt = sequence.decode, sum(it.tokens for it in sequence.shares)
         to_come = sequence.answer or (Share(sequence.master.id, prompt, prompt + drawn),)
-        slots, use = self.ledger.held(sequence.id), sequence.use
-        sequence.use = None  # until what follows upon it is kept as well
+        slots = self.ledger.held(sequence.id)
+        # What it has read stays until what follows upon it is kept as well.
+        if sequence.in_place:
+            use, sequence.use = sequence.use, None
+        else:
+            use, sequence.held = sequence.held, None
         self._over(sequence)
         for instance in list(sequence.unfreed):
             self.freed(sequence, instance)
@@ -210,7 +237,7 @@ class Sequences:
         """
         self._measure(sequence, drawn)
         sequence.first_token_ns = sequence.first_token_ns or self._turn.now_ns
-        if sequence.stays and sequence.in_place:
+        if sequence.stays and self._lies(sequence):
             # Where KV lies that is being moved is known only when it is there.
             known = () if sequence.moving else (*sequence.request.hashes, *hashes)
             self._keep(sequence, drawn - sequence.drawn_before, known)
@@ -219,12 +246,17 @@ class Sequences:
 
     def leave(self, sequence: Sequence) -> None:
         """Nobody waits for the rest of the answer; what there is may be of use to others."""
-        lies = sequence.first_token_ns is not None and not sequence.moving
-        good = lies and not sequence.over
-        if good and sequence.stays and sequence.in_place:
+        good = self._lies(sequence) and not sequence.moving and not sequence.over
+        if good and sequence.stays:
             self._keep(sequence, 1, sequence.request.hashes)
         else:
             self.close(sequence)
+
+    @staticmethod
+    def _lies(sequence: Sequence) -> bool:
+        """All of its prompt's KV is where it is decoded, or will be when a step ends that nothing
+        can keep from it any more."""
+        return sequence.landed or (sequence.in_place and sequence.first_token_ns is not None)
 
     def close(self, sequence: Sequence) -> None:
         """Stop all work for the sequence."""
@@ -289,6 +321,7 @@ class Sequences:
     def _settle(self, sequence: Sequence) -> None:
         if not sequence.unfreed:
             sequence.decode.owing.pop(sequence.id, None)
+            self._leave_held(sequence)
             if sequence.in_place and not sequence.computing:
                 self._leave_prefix(sequence)
             if sequence.over:
@@ -308,6 +341,8 @@ class Sequences:
                 sequence.unfreed.clear()
             if sequence.use is not None and sequence.use.gang is gang:
                 sequence.use = None
+            if sequence.held is not None and sequence.held.gang is gang:
+                sequence.held = None
             if not sequence.over and _needs(sequence, gang):
                 needing.append(sequence)
             self._settle(sequence)
@@ -339,12 +374,11 @@ def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]
     where no KV goes."""
     if not placement.shares:
         return {}
-    slots = tokens_on(own(placement.shares))
-    to_come = tokens_on(placement.answer) or {placement.master: output_tokens}
-    for instance, tokens in to_come.items():
-        slots[instance] = slots.get(instance, 0) + tokens
-    for instance in (placement.master, *(it.instance for it in placement.shares)):
-        slots.setdefault(instance, 0)
+    slots = {placement.master: 0 if placement.answer else output_tokens}
+    for it in placement.shares:
+        slots[it.instance] = slots.get(it.instance, 0) + (0 if it.origin else it.tokens)
+    for it in placement.answer:
+        slots[it.instance] = slots.get(it.instance, 0) + it.tokens
     return slots
 
 

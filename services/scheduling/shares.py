@@ -80,14 +80,19 @@ def outside(shares: Iterable[Share], others: Iterable[Share]) -> tuple[Share, ..
 
 def parts(span: Span, shares: Iterable[Share]) -> bool:
     """Whether the shares have each position of a span once, and no others."""
-    shares, position = tuple(shares), span.start
+    if span.step == 1:
+        return placed_once(span.start, span.stop, tuple(shares))
+    return span.parted_by([it.span for it in shares])
+
+
+def placed_once(start: int, stop: int, shares: Sequence[Share]) -> bool:
+    """The same of positions [start, stop)."""
+    position = start
     for it in shares:  # mostly they follow one upon another, and a span takes microseconds to make
         if not (it.start == position < it.stop and it.step == 1):
-            break
+            return Span(start, stop).parted_by([it.span for it in shares])
         position = it.stop
-    else:
-        return position == span.stop
-    return span.parted_by([it.span for it in shares])
+    return position == stop
 
 
 def same(some: Iterable[Share], others: Iterable[Share]) -> bool:

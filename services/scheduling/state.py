@@ -206,14 +206,17 @@ class Sequence(Live, kw_only=True, eq=False):
     over: bool = False
     """Works for its request no more."""
     cached: int = 0
-    """Tokens of the prompt whose KV was kept from others."""
+    """Tokens of the prompt whose KV was kept from others where it is computed."""
     use: Use | None = None
     """Of that KV, while something may still read it."""
+    held: Use | None = None
+    """Of KV that was kept where it is decoded, while it has slots there; if it is computed there as
+    well, `use` is of both."""
     stays: bool = False
-    """What it computes is to be kept, on the gang that decodes it if that is the one which computes
-    it, otherwise on the one that prefills it."""
+    """Its KV is to be kept where it is decoded."""
     left: tuple[Share, ...] = ()
-    """Where its steps leave what they compute, if that is to be kept on the gang that prefills."""
+    """Where its steps leave what they compute, if that is to be kept there and is decoded
+    elsewhere."""
     withdrawn: bool = False
     """The gang that prefills was told to drop it."""
 

@@ -66,10 +66,15 @@ def _cut(step: StepShape, piece: PieceShape, begin: int) -> Iterator[Share]:
             yield Share(instance, first + offset, last + offset)
 
 
+def cut_at_bounds(step: StepShape) -> bool:
+    """Who computes a row keeps its KV, and the bounds say who that is."""
+    return not any(it.rows or it.keep for it in step.pieces)
+
+
 def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
     """Slots that a step needs: for what an instance computes, which is sent from there, and for
     what comes to it to be kept."""
-    if not any(piece.rows or piece.keep for piece in step.pieces):
+    if cut_at_bounds(step):
         parts = zip(step.group, pairwise(step.bounds), strict=True)
         return {instance: stop - start for instance, (start, stop) in parts if start < stop}
     slots: dict[InstanceId, int] = {}

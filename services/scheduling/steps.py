@@ -25,7 +25,7 @@ class Steps:
         self.by_id[step.id] = step
         for sequence in step.sequences:
             sequence.computing += 1
-        begin_ns = max([self._turn.now_ns, *(it.free_at_ns for it in instances)])
+        begin_ns = max([self._turn.now_ns, *[it.free_at_ns for it in instances]])
         if not step.urgent:
             oldest = step.sequences[0].request
             since_ns = oldest.waiting_since_ns

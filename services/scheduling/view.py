@@ -286,8 +286,9 @@ class View(Protocol):
         ...
 
     def cached(self, request: RequestView, gang: GangId) -> CachedView | None:
-        """What a gang that computes prompts has kept of this one: a plan may begin behind it
-        (`PlannedPiece.start`), or behind less of it."""
+        """What a gang has kept of this prompt. A plan on the gang that computes it may begin behind
+        it (`PlannedPiece.start`), or behind less of it; what lies where it is decoded need not be
+        sent (`DecodePlacement.shares`)."""
         ...
 
     def rate_30s(self) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from csps.protocols.gang_members import GangRole
+from csps.protocols.messages import KvLanded
 from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running
+from csps.services.router.slo import Slo
+from csps.services.telemetry.step_metrics import StepFigures
 
 
 class Observer(Protocol):
@@ -15,8 +19,8 @@ class Observer(Protocol):
     def submitted(self, running: Running) -> None:
         """Admitted; `running.generation` says what it is."""
 
-    def refused(self, error: Exception) -> None:
-        """Not admitted."""
+    def refused(self, error: Exception, slo: Slo) -> None:
+        """Not admitted; `slo` is what it would have been held to."""
 
     def started(self, running: Running) -> None:
         """An attempt's first step was sent; `running.timings.queue_s` is known."""
@@ -42,12 +46,21 @@ class Observer(Protocol):
     def cluster_ready(self, epoch: str) -> None:
         """All gangs are attached and linked."""
 
+    def preempted(self, requests: int) -> None:
+        """A long step of so many requests stands still on some instances for an urgent one."""
+
+    def step_done(self, figures: StepFigures) -> None:
+        """The last rank of a step has reported."""
+
+    def kv_landed(self, landed: Sequence[KvLanded]) -> None:
+        """All of a prompt's KV is where it decodes: what each of the ranks there says."""
+
 
 class NoObserver:
     """Watches nothing."""
 
     def submitted(self, running: Running) -> None: ...
-    def refused(self, error: Exception) -> None: ...
+    def refused(self, error: Exception, slo: Slo) -> None: ...
     def started(self, running: Running) -> None: ...
     def first_token(self, running: Running) -> None: ...
     def token(self, running: Running, gap_s: float) -> None: ...
@@ -56,3 +69,6 @@ class NoObserver:
     def failed(self, running: Running, error: Exception) -> None: ...
     def gang_lost(self, role: GangRole, gang_id: str) -> None: ...
     def cluster_ready(self, epoch: str) -> None: ...
+    def preempted(self, requests: int) -> None: ...
+    def step_done(self, figures: StepFigures) -> None: ...
+    def kv_landed(self, landed: Sequence[KvLanded]) -> None: ...

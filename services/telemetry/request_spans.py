@@ -79,6 +79,7 @@ def _transfer_attributes(running: Running) -> dict[str, AttributeValue]:
     if (placement := running.placement) is None:
         return {}
     return {
+        "csps.kv_transfer.wait_ms": 1e3 * (running.timings.transfer_wait_s or 0.0),
         "csps.decode.instances": tuple(share.instance for share in placement.shares),
         "csps.decode.tokens": tuple(share.span.length for share in placement.shares),
     }

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from gang_cell import GangPlan, Prompt, Request, even_shares, job_of, prompt_of, shares_at
 from gang_threads import ThreadCell, elastic_cell, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
+from sent_headers import headers_sent, positions_of
 
-from csps.actors.kv_transfer.connection import KvConnection
-from csps.actors.kv_transfer.header import KvHeader
 from csps.protocols.errors import FaultError
 from csps.protocols.messages import Keep, Release, RequestFailed
 from csps.protocols.placement import KvShare
@@ -28,21 +25,6 @@ GREEDY = Sampling(temperature=0, max_tokens=4)
 def shares_of(origin: int, *cuts: tuple[int, int, int]) -> tuple[KvShare, ...]:
     """Of (instance, start, stop), computed by another sequence."""
     return tuple(KvShare(instance=i, span=Span(a, b), origin=origin) for i, a, b in cuts)
-
-
-@contextmanager
-def headers_sent() -> Iterator[list[KvHeader]]:
-    """What prefill ranks announce."""
-    sent: list[KvHeader] = []
-    send = KvConnection.send
-
-    def noted(self: KvConnection, peer: int, header: KvHeader, body: Any) -> Any:
-        sent.append(header)
-        return send(self, peer, header, body)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KvConnection, "send", noted)
-        yield sent
 
 
 async def first_turn(cell: ThreadCell, rid: int, length: int = 40) -> Prompt:
@@ -86,8 +68,7 @@ async def test_a_second_turn_sends_what_the_other_gang_lacks(tiny_llama: Path) -
             assert await cell.answer(request) == [greedy_tokens(tiny_llama, text.tolist(), 4)]
         layers = cell.decode.descriptions[0].layers
         for layer in range(layers):
-            spans = [it.span for it in sent if it.layer == layer]
-            assert sorted(p for it in spans for p in it.positions) == list(range(30, length))
+            assert positions_of(sent, layer) == list(range(30, length))
         await cell.prefilled(job_id)
         await cell.freed(2)
         for gang in (cell.prefill, cell.decode):

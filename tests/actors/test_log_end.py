@@ -108,6 +108,17 @@ def test_the_others_have_the_last_entry_before_its_own_rank_can_hang_up() -> Non
         it.conducting.result(WAIT_S)
 
 
+def test_closing_in_the_middle_of_an_entry_is_no_fault() -> None:
+    with gang(2) as it:
+
+        def end(conductor: Conductor) -> None:
+            conductor.shutdown()
+            it.leader.close()
+
+        it.leader.tell(end)
+        it.conducting.result(WAIT_S)
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_whoever_goes_takes_all_along(gone: int) -> None:
     """What a rank does when its log has ended is to close its end of it."""

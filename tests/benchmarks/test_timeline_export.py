@@ -18,6 +18,7 @@ from perfetto_rows import by_row, crossings
 
 from csps.actors import timeline_export as engine_export
 from csps.actors.job_clock import JobClock
+from csps.actors.sent_bytes import SentBytes
 from csps.actors.timeline import Event
 from csps.protocols.prefill_job import PrefillJob
 from csps.services.telemetry.tracing import span_record
@@ -60,7 +61,8 @@ def _run_job(carrier: dict[str, str], *, rank: int = 0) -> JobClock:
     job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
     clock, mesh = JobClock(), CountingMesh(rank)
     timeline = clock.timeline  # as a strategy keeps it from before the job begins
-    with engine_export.traced_job(job, clock, mesh):  # type: ignore[arg-type]
+    sent = SentBytes(mesh)  # type: ignore[arg-type]
+    with engine_export.traced_job(job, clock, sent, rank=rank):
         for event in EVENTS:
             timeline.add(event)
         mesh.bytes_sent[1 - rank] += 1000
@@ -104,7 +106,8 @@ def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(
 ) -> None:
     """An urgent job runs inside of the span of the job that it interrupts."""
     outer = PrefillJob(job_id=2, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=TIMELINE)
-    with engine_export.traced_job(outer, JobClock(), CountingMesh(0)):  # type: ignore[arg-type]
+    sent = SentBytes(CountingMesh(0))  # type: ignore[arg-type]
+    with engine_export.traced_job(outer, JobClock(), sent, rank=0):
         inner = _run_job({})
     assert not inner.timeline.on
     (record,) = _records(exported)

@@ -83,6 +83,7 @@ class FakeRank:
         self.heard: list[str] = []
         self.server = RpcServer(
             {
+                "describe": lambda _payload, _peer: pack(self.describe()),
                 "may_attach": self._may_attach,
                 "attach": self._attach,
                 "keep_alive": self._keep_alive,

@@ -249,6 +249,7 @@ async def test_a_gang_whose_ranks_stand_where_they_may_not_is_not_attached(
     async with following(directory, prefill, decode) as (cluster, log):
         await until(lambda: reason in cluster.trouble)
         assert "p1 up" not in log.facts
+        assert not prefill.leader.attached
         assert not log.links
         assert cluster.phase == f"waiting for a prefill gang: {UNUSABLE}"
 
@@ -387,6 +388,10 @@ async def test_requests_do_not_go_on_with_another_model() -> None:
         await decode.kill(0)
         directory.publish(await view_of(*second))
         await until(lambda: older.phase.endswith(UNUSABLE))
+        asked = second[0].leader.asked
+        await until(lambda: second[0].leader.asked > asked + 2)
+        for rank in (*second[0].ranks, *second[1].ranks):
+            assert rank.fence.generation == 0, "it has held none of them, however briefly"
         async with following(directory, generations=shared) as (successor, _):
             await linked(successor, PATIENCE_S)
         assert len(log.links) == 1

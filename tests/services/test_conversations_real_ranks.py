@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from any_layout import AnyLayout
 from gang_threads import eventually
+from sent_headers import headers_sent, positions_of
 from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
 from tiny_checkpoints import reference_tokens
 
@@ -49,6 +50,24 @@ async def talk(cell: Cell, model: Path, seed: int, turns: int = 4) -> list[int]:
         text = [*text, *said, *random.integers(0, 256, 20).tolist()]
         await at_rest(cell)
     return cached
+
+
+@pytest.mark.parametrize("policy", ["context_parallel", "csps", "fixed_sp", "tetris"])
+async def test_a_turn_sends_what_the_decode_gang_lacks(tiny_llama: Path, policy: str) -> None:
+    """That has kept the last answer as well; its last token has no KV."""
+    async with real_cell(tiny_llama, policy, reuse=REUSE) as cell:
+        random = np.random.default_rng(2)
+        text: list[int] = random.integers(0, 256, 70).tolist()
+        there = 0
+        for _ in range(3):
+            with headers_sent() as sent:
+                said = await answer(ask(cell, text))
+                await at_rest(cell)
+            assert said == reference_tokens(tiny_llama, text, TOKENS)
+            for layer in (0, 1):
+                assert positions_of(sent, layer) == list(range(there, len(text)))
+            there = (len(text) + TOKENS - 1) // BLOCK * BLOCK
+            text = [*text, *said, *random.integers(0, 256, 20).tolist()]
 
 
 async def at_rest(cell: Cell) -> None:
@@ -126,16 +145,20 @@ async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> No
         await at_rest(cell)
 
 
-async def test_a_gang_that_dies_takes_what_it_kept_along(tiny_llama: Path) -> None:
-    async with real_cell(tiny_llama, mortal="prefill", reuse=REUSE) as cell:
+@pytest.mark.parametrize(("dies", "cached"), [("prefill", 0), ("decode", 96)])
+async def test_a_gang_that_dies_takes_what_it_kept_along(
+    tiny_llama: Path, dies: GangRole, cached: int
+) -> None:
+    """What the other one has kept stays."""
+    async with real_cell(tiny_llama, mortal=dies, reuse=REUSE) as cell:
         text = np.random.default_rng(5).integers(0, 256, 100).tolist()
         await answer(ask(cell, text))
         await at_rest(cell)
-        cell.gangs["prefill"].process(1).kill()
+        cell.gangs[dies].process(1).kill()
         await eventually(lambda: not cell.service.ready)
         again = ask(cell, text)
-        await cell.start_gang("prefill")
+        await cell.start_gang(dies)
         cell.publish()
         assert await answer(again) == reference_tokens(tiny_llama, text, TOKENS)
-        assert again.cached_tokens == 0
+        assert again.cached_tokens == cached
         await at_rest(cell)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from csps.protocols.errors import GangLost, QueueFull, TransferError
+from csps.protocols.errors import GangLost, InvalidRequest, QueueFull, TransferError
+from csps.protocols.messages import KvLanded, PrefillDone
 from csps.protocols.sampling import Sampling
+from csps.protocols.topology import Location
 from csps.services.router.running import Generation, Running
+from csps.services.router.slo import Slo
 from csps.services.scheduling.scheduler import Counts
 from csps.services.telemetry.metrics import Metrics
+from csps.services.telemetry.step_metrics import StepFigures
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def running(*, slo_ttft_ms: float | None = None) -> Running:
+def running(slo: Slo | None = None) -> Running:
     generation = Generation(
         request_id="r",
         prompt=np.arange(100, dtype=np.int32),
         sampling=Sampling(),
-        slo_ttft_ms=slo_ttft_ms,
+        slo=slo or Slo(),
     )
     request = Running(generation, number=1, on_cancel=lambda _: None)
     timings = request.timings
@@ -42,7 +47,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def test_a_request_from_submission_to_end() -> None:
-    metrics, request = Metrics("m"), running(slo_ttft_ms=1999.0)
+    metrics, request = Metrics("m"), running(Slo(ttft_ms=1999.0, e2e_ms=5000.0))
     metrics.submitted(request)
     metrics.started(request)
     metrics.first_token(request)
@@ -57,12 +62,106 @@ def test_a_request_from_submission_to_end() -> None:
     assert value(metrics, "request_queue_time_seconds_sum") == 0.5
     assert value(metrics, "e2e_request_latency_seconds_sum") == 5.0
     assert value(metrics, "request_success_total", finished_reason="length") == 1
-    assert value(metrics, "request_slo_total", slo="ttft", met="false") == 1
+    assert slo_counts(metrics) == {("ttft", "false"): 1, ("e2e", "true"): 1, ("all", "false"): 1}
+
+
+def slo_counts(metrics: Metrics) -> dict[tuple[str, str], float]:
+    return {
+        (dict(labels)["slo"], dict(labels)["met"]): count
+        for (name, labels), count in series(metrics).items()
+        if name == "csps:request_slo_total"
+    }
+
+
+BOUNDS = Slo(ttft_ms=3000.0, tpot_ms=1000.0)
+
+
+def test_an_answer_within_all_bounds_meets_them() -> None:
+    metrics = Metrics("m")
+    metrics.finished(running(BOUNDS), "stop")
+    assert slo_counts(metrics) == {(name, "true"): 1 for name in ("ttft", "tpot", "all")}
+
+
+def test_one_token_has_no_time_per_further_token() -> None:
+    metrics, request = Metrics("m"), running(BOUNDS)
+    request.timings.tokens = 1
+    metrics.finished(request, "length")
+    assert slo_counts(metrics) == {("ttft", "true"): 1, ("all", "true"): 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "missed"),
+    [(QueueFull("full", retry_after_s=1), 1), (InvalidRequest("no such thing"), 0)],
+)
+def test_a_refused_request_missed_its_objectives_unless_it_was_wrong(
+    error: Exception, missed: int
+) -> None:
+    metrics = Metrics("m")
+    metrics.refused(error, BOUNDS)
+    assert slo_counts(metrics) == {(name, "false"): 1 for name in ("ttft", "tpot", "all") if missed}
+
+
+def test_a_failed_request_missed_its_objectives_and_a_cancelled_one_had_none() -> None:
+    failed, cancelled = Metrics("m"), Metrics("m")
+    failed.failed(running(BOUNDS), GangLost("died"))
+    cancelled.finished(running(BOUNDS), "cancelled")
+    assert slo_counts(failed) == {(name, "false"): 1 for name in ("ttft", "tpot", "all")}
+    assert slo_counts(cancelled) == {}
+
+
+def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
+    metrics = Metrics("m")
+    figures = {"job_id": 1, "cancelled": False, "queue_s": 0.0, "transfer_s": 0.0}
+    ranks = [
+        PrefillDone(
+            rank=rank,
+            compute_s=2.0,
+            communication_s=0.25,
+            exchange_s=1.0,
+            yielded_s=0.5,
+            bytes_sent=sent,
+            **figures,
+        )
+        for rank, sent in ((0, (0, 5, 7, 11)), (2, (13, 0, 1, 0)))
+    ]
+    places = [Location.parse(it) for it in ("0-0-0", "0-0-1", "0-1-0", "1-0-0")]
+    metrics.step_done(StepFigures(strategy="csa", sp=2, tokens=99, ranks=ranks, places=places))
+    labels = {"strategy": "csa", "sp_size": "2"}
+    assert value(metrics, "prefill_steps_total", **labels) == 1
+    assert value(metrics, "prefill_step_tokens_total", **labels) == 99
+    assert value(metrics, "prefill_compute_seconds_total") == 4.0
+    assert value(metrics, "prefill_communication_seconds_total") == 2.0
+    assert value(metrics, "prefill_exposed_communication_seconds_total") == 0.5
+    assert value(metrics, "prefill_yielded_seconds_total") == 1.0
+    sent = {"server": 5 + 1, "rack": 7 + 13, "cluster": 11}
+    for within, size in sent.items():
+        assert value(metrics, "prefill_sent_bytes_total", within=within) == size
+
+
+def landed(rank: int, *, size: int, seconds: float) -> KvLanded:
+    return KvLanded(
+        rid=1, rank=rank, tokens=9, seconds=9.0, receiving_s=seconds, received_bytes=size
+    )
+
+
+def test_a_prompts_kv_counts_once_over_its_ranks() -> None:
+    metrics = Metrics("m")
+    ranks = [landed(0, size=10**9, seconds=0.5), landed(1, size=10**9, seconds=2.0)]
+    metrics.kv_landed(ranks)
+    assert value(metrics, "kv_transfer_speed_gb_s_sum") == 1.0
+    assert value(metrics, "kv_transfer_latency_ms_sum") == 2000.0
+    assert value(metrics, "kv_transfer_total_mb_sum") == 2000.0
+
+
+def test_kv_that_stays_where_it_lies_was_not_transferred() -> None:
+    metrics = Metrics("m")
+    metrics.kv_landed([landed(0, size=0, seconds=0.0)])
+    assert value(metrics, "kv_transfer_speed_gb_s_count") == 0
 
 
 def test_what_goes_wrong_is_counted_by_reason() -> None:
     metrics, request = Metrics("m"), running()
-    metrics.refused(QueueFull("full", retry_after_s=1))
+    metrics.refused(QueueFull("full", retry_after_s=1), Slo())
     metrics.retried(request, TransferError("late"))
     metrics.failed(request, GangLost("died"))
     metrics.gang_lost("decode", "0xdead")
@@ -88,10 +187,11 @@ def test_gauges_are_read_when_scraped() -> None:
     assert value(metrics, "ready") == 1
 
 
-def test_buckets_reach_past_ten_minutes() -> None:
-    bounds = [
-        float(dict(labels)["le"])
-        for name, labels in series(Metrics("m"))
-        if name == "csps:time_to_first_token_seconds_bucket"
-    ]
-    assert sorted(bounds)[-2] > 600
+def test_buckets_of_seconds_reach_to_half_an_hour() -> None:
+    last: dict[str, float] = {}
+    for name, labels in series(Metrics("m")):
+        bound = float(dict(labels).get("le", "inf"))
+        if name.endswith("_seconds_bucket") and bound < float("inf"):
+            last[name] = max(bound, last.get(name, 0.0))
+    assert len(last) >= 8
+    assert set(last.values()) == {1800.0}

@@ -21,7 +21,7 @@ def test_a_rank_is_told_what_the_settings_say(tiny_llama: Path, role: GangRole) 
             "model": str(tiny_llama),
             "max_positions": 99,
             "quantum_ms": 12.5,
-            "kv_transfer": {"in_flight_mib": 3, "checksum": 0.25},
+            "kv_transfer": {"in_flight_mib": 3, "receiving_backends": 5, "checksum": 0.25},
             "scheduling": {"policy": policy},
             # Otherwise the rank would ask its Ray node.
             "topology": {role: [f"0-{rank // 2}-{rank}" for rank in range(6)]},
@@ -34,4 +34,5 @@ def test_a_rank_is_told_what_the_settings_say(tiny_llama: Path, role: GangRole) 
     assert (got.rank, got.world_size, got.tp) == (5, 6, 2)
     assert (got.kv_slots, got.threads, got.max_positions) == (77, 4, 99)
     assert (got.quantum_ms, got.kv_checksum, got.kv_in_flight_bytes) == (12.5, 0.25, 3 * 2**20)
+    assert got.kv_receiving_backends == 5
     assert (got.host, got.location) == ("127.0.0.9", "0-2-5")

@@ -27,6 +27,7 @@ from csps.services.router.running import Running
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.limits import QueueLimits
 from csps.services.scheduling.scheduler import Outcome, Scheduler
+from csps.services.telemetry.metrics import Metrics
 
 
 async def read(running: Running) -> list[TokenDrawn]:
@@ -172,7 +173,9 @@ async def test_all_ranks_see_all_jobs_in_one_order() -> None:
 
 
 async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> None:
-    async with fake_cell(prefill=FakeGang("prefill", "p1", instances=1)) as cell:
+    metrics = Metrics("tiny")
+    gang = FakeGang("prefill", "p1", instances=1)
+    async with fake_cell(prefill=gang, observer=metrics) as cell:
         await cell.prefilling(cell.submit(tokens=3000))
         shorts = [cell.submit(tokens=100) for _ in range(3)]
         await until(lambda: all(it.state == "prefill" for it in shorts))
@@ -181,6 +184,7 @@ async def test_short_prompts_pass_a_long_one_as_urgent_jobs_in_one_batch() -> No
         assert not first.urgent
         assert second.urgent
         assert len(second.pieces) == 3
+        assert 'csps:num_preemptions_total{model_name="tiny"} 1.0' in metrics.render().decode()
 
 
 # --- cancellation ------------------------------------------------------------------------------

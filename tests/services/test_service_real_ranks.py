@@ -103,6 +103,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "csps": {"spt_tokens": 256, "short_tokens": 32, "spread_tokens": 256},
     "fixed_sp": {"sp": 2, "spread_tokens": 256},
     "loongserve": {"tipping_tokens": 300, "scale_up_batch": 2, "max_batch": 32},
+    "tetris": {"spread_tokens": 256},
 }
 
 
@@ -154,7 +155,7 @@ async def answer(running: Running) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "gangs"),
     [
-        *((policy, {}) for policy in POLICIES if policy != "loongserve"),
+        *((policy, {}) for policy in POLICIES if policy not in ("loongserve", "tetris")),
         ("chunked_prefill", {"roles": ELASTIC}),
         ("chunked_prefill", {"roles": ELASTIC, "instances": 1, "tp": 2}),
         ("context_parallel", {"roles": ELASTIC, "instances": 3}),

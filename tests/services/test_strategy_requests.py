@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from gang_threads import eventually
 from greedy_reference import greedy_tokens
 from http_over_ranks import Served, served
+from prometheus_client.parser import text_string_to_metric_families
 from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.csa_traffic import csa_traffic
@@ -98,6 +100,13 @@ async def ask(server: Served, length: int, **options: Any) -> dict[str, Any]:
 def bytes_between_ranks(server: Served) -> int:
     """Of prefill so far, without the sums over instances."""
     return sum(sum(rank.engine.mesh.bytes_sent) for rank in server.gangs[0].ranks)
+
+
+def metric(server: Served, name: str) -> float:
+    """The sum of a metric's series."""
+    families = text_string_to_metric_families(server.metrics.render().decode())
+    samples = (sample for family in families for sample in family.samples)
+    return sum(it.value for it in samples if it.name == f"csps:{name}")
 
 
 def said_by_transformers(model: Path, length: int) -> str:
@@ -185,6 +194,10 @@ async def test_what_is_sent_is_what_the_choice_counted(narrow: Path) -> None:
         check(await ask(server, 1100), narrow, 1100, "gathered_weights")
         await server.settled()
         sent = bytes_between_ranks(server)
+        await eventually(lambda: metric(server, "prefill_steps_total") == 1)
+        assert metric(server, "prefill_sent_bytes_total") == pytest.approx(sent, rel=0.01)
+        kv_mb = 1100 * shape.layers * 2 * shape.kv_heads * shape.head_dim * FP32 / 1e6
+        assert metric(server, "kv_transfer_total_mb_sum") == pytest.approx(kv_mb)
     assert sent == pytest.approx(counted * (shape.layers - 1) * FP32, rel=0.01)
 
 

@@ -26,7 +26,6 @@ from csps.services.scheduling.policies.decode_overlay import (
     Placed,
 )
 from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.shares import shifted
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import GangView, PairView, RequestView, View
 
@@ -83,7 +82,7 @@ class ChunkedPrefill:
         return decisions
 
     def _ride(self, request: RequestView, gang: _Gang) -> Ride | None:
-        placed = gang.reusing(request) or gang.place(request)
+        placed = gang.place(request)
         if placed is None:
             return None
         placement = DecodePlacement(request.id, placed.shares, placed.master)
@@ -102,26 +101,14 @@ class _Gang:
         self._overlay = DecodeOverlay(gang, options)
 
     def place(self, request: RequestView) -> Placed | None:
-        """Compute all of a prompt."""
-        placed = self._overlay.place(request.prompt_tokens, request.output_tokens)
-        if placed is not None:
-            self._overlay.take(placed, request.output_tokens)
-        return placed
-
-    def reusing(self, request: RequestView) -> Placed | None:
-        """Compute what follows upon KV that is here; None if there is none, or no room."""
+        """Compute what follows upon KV that is here, or all of the prompt; None if there is no
+        room."""
         cached = self._view.cached(request, self._id)
-        if cached is None or not self._overlay.has_free(cached.taken):
-            return None
-        self._overlay.occupy(cached.taken)
-        left = request.prompt_tokens - cached.tokens
-        placed = self._overlay.place(left, request.output_tokens)
-        if placed is None:
-            self._overlay.occupy(cached.taken, -1)
-            return None
-        self._overlay.take(placed, request.output_tokens)
-        behind = shifted(placed.shares, cached.tokens)
-        return Placed((*cached.shares, *behind), placed.master)
+        prompt, output = request.prompt_tokens, request.output_tokens
+        placed = self._overlay.place_behind(cached, prompt, output)
+        if placed is not None:
+            self._overlay.take(placed, output)
+        return placed
 
 
 class _Trial:

@@ -18,7 +18,7 @@ class CspsOptions:
     urgent_batch_tokens: int = 2048
     """Longest urgent step: the first token of a batch comes when all of it is computed."""
     jobs_per_instance: int = 2
-    """Long steps that an instance is given at a time."""
+    """Long steps, and urgent ones, that an instance is given at a time."""
     overtaking_s: float = 10.0
     """What a request may be delayed by others that pass it, in seconds."""
     look_ahead: int = 64

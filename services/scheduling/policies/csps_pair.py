@@ -85,8 +85,8 @@ class CspsPair:
         somebody for too long."""
         short = max(1, options.short_tokens)
         self._turn_ns = self._cost.best(EXACT, self._prefill.single, 0, short).time_ns
-        self._vain: tuple[int, int] | None = None
-        """Tokens and time of a short prompt that found no instance."""
+        self._vain: dict[str, tuple[int, int]] = {}
+        """Tokens and time of a short prompt of a class that found no instance."""
 
     def started(self, request: RequestView) -> bool:
         """The request has a place."""
@@ -106,7 +106,7 @@ class CspsPair:
         if placed is None:
             return Verdict.BLOCKED
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
-        spot = self._least_wait(tokens, choice.time_ns)
+        spot = self._least_wait(request, choice.time_ns)
         soonest_ns = None if spot is None else spot.urgent_ns + choice.time_ns
         if self._start_urgent_reuse(request, placed, soonest_ns, end_by_ns):
             return Verdict.STARTS
@@ -116,9 +116,7 @@ class CspsPair:
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
         if by_ns is not None and self._now_ns + spot.urgent_ns + choice.time_ns > by_ns:
             return Verdict.TOO_LATE
-        job, more_ns = self._batch(spot, request, choice)
-        self._add(job, request, placed)
-        self._prefill.start_urgent(spot, tokens, more_ns)
+        self._add(self._batch(spot, request, choice), request, placed)
         self._bound_urgent(spot, by_ns)
         if self._rooms is not None:
             self._rooms.update(spot)
@@ -154,7 +152,7 @@ class CspsPair:
         late = by_ns is not None and self._now_ns + ends_ns > by_ns
         if late or (soonest_ns is not None and ends_ns > soonest_ns):
             return False
-        if not self._admits(spot, left, reuse.time_ns):
+        if not (self._admits(spot, left, reuse.time_ns) and self._has_turn(spot)):
             return False
         self._bound_urgent(spot, by_ns)
         self._reuses.take(reuse)
@@ -166,14 +164,17 @@ class CspsPair:
             self._rooms.update(spot)
         return True
 
-    def _least_wait(self, tokens: int, predicted_ns: int) -> Spot | None:
-        """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer.
+    def _least_wait(self, request: RequestView, predicted_ns: int) -> Spot | None:
+        """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer;
+        of the instances that have a turn left for it, or a step that it can be added to. Those who
+        wait for a turn share a step when one comes, which costs less than a step for each.
 
         A part of a long step costs about as much as a short prompt, so it counts as one. Of equal
         instances the one that was overtaken less since it has long steps: the members of a step
         wait for one another, so it is held up least when all are preempted alike.
         """
-        vain = self._vain  # slots and budgets only become less in a round
+        tokens = request.prompt_tokens
+        vain = self._vain.get(request.cls)  # slots, turns and budgets only become less in a round
         if vain and tokens >= vain[0] and predicted_ns >= vain[1]:
             return None
         heap = self._lines()
@@ -183,14 +184,16 @@ class CspsPair:
             *_, version, spot = heap[0]
             if version != spot.version:  # whatever it was given since makes it wait longer
                 heapq.heapreplace(heap, self._wait(spot))
-            elif self._admits(spot, tokens, predicted_ns):
+            elif self._admits(spot, tokens, predicted_ns) and (
+                self._has_turn(spot) or self._growing(spot, request) is not None
+            ):
                 found = spot
             else:
                 unfit.append(heapq.heappop(heap))
         for wait in unfit:
             heapq.heappush(heap, wait)
         if found is None:
-            self._vain = tokens, predicted_ns
+            self._vain[request.cls] = tokens, predicted_ns
         return found
 
     def _lines(self) -> list[_Wait]:
@@ -210,25 +213,38 @@ class CspsPair:
         spare_ns = self._prefill.spare_ns(spot)
         return spare_ns is None or spare_ns >= predicted_ns
 
-    def _batch(self, spot: Spot, request: RequestView, choice: Choice) -> tuple[_Job, int]:
-        """The urgent step that this round starts on the instance, or another one; and how much
-        longer it takes with the request."""
-        key = (spot.id, request.cls)
-        job = self._batches.get(key)
-        if (
-            job is not None
-            and job.tokens + request.prompt_tokens <= self._options.urgent_batch_tokens
-        ):
-            total = job.tokens + request.prompt_tokens
-            together = self._cost.best(request.cls, self._prefill.single, 0, total)
-            more_ns = max(0, together.time_ns - job.predicted_ns)
-            if self._may_grow(spot, more_ns):
-                job.predicted_ns += more_ns
-                return job, more_ns
-        job = self._batches[key] = _Job([spot], request.cls, choice.strategy, urgent=True)
+    def _has_turn(self, spot: Spot) -> bool:
+        """It may be given another urgent step: one to run and one to follow without a gap."""
+        return spot.urgent_steps < self._options.jobs_per_instance
+
+    def _batch(self, spot: Spot, request: RequestView, choice: Choice) -> _Job:
+        """The urgent step that this round starts on the instance, or another one, with room and
+        time for the request."""
+        grown = self._growing(spot, request)
+        if grown is not None:
+            job, more_ns = grown
+            job.predicted_ns += more_ns
+            self._prefill.grow_urgent(spot, request.prompt_tokens, more_ns)
+            return job
+        job = _Job([spot], request.cls, choice.strategy, urgent=True)
         job.predicted_ns = choice.time_ns
+        self._batches[spot.id, request.cls] = job
         self._jobs.append(job)
-        return job, choice.time_ns
+        self._prefill.start_urgent(spot, request.prompt_tokens, choice.time_ns)
+        return job
+
+    def _growing(self, spot: Spot, request: RequestView) -> tuple[_Job, int] | None:
+        """The urgent step that this round starts on the instance, if the request can be added, and
+        how much longer it takes with it."""
+        job = self._batches.get((spot.id, request.cls))
+        if job is None:
+            return None
+        total = job.tokens + request.prompt_tokens
+        if total > self._options.urgent_batch_tokens:
+            return None
+        together = self._cost.best(request.cls, self._prefill.single, 0, total)
+        more_ns = max(0, together.time_ns - job.predicted_ns)
+        return (job, more_ns) if self._may_grow(spot, more_ns) else None
 
     def _may_grow(self, spot: Spot, more_ns: int) -> bool:
         """A longer step is over later for all of its members, and for those behind it."""
@@ -344,7 +360,7 @@ class CspsPair:
         passed: list[tuple[Placed, int]] = []
         room = sum(it.free for it in self._prefill.spots) - job.tokens
         for other in line:
-            placed = self._decode.place(other.prompt_tokens, other.output_tokens)
+            placed = self._place(other)
             room -= other.prompt_tokens
             if placed is None or room < 0:
                 break
@@ -392,7 +408,8 @@ class CspsPair:
     def _place(self, request: RequestView) -> Placed | None:
         if self._too_long(request):
             return None
-        return self._decode.place(request.prompt_tokens, request.output_tokens)
+        kept = self._view.cached(request, self._gang.id)
+        return self._decode.place_behind(kept, request.prompt_tokens, request.output_tokens)
 
     def _add(self, job: _Job, request: RequestView, placed: Placed) -> None:
         self._decode.take(placed, request.output_tokens)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.option_checks import check_least
-from csps.services.scheduling.shares import level_shares, own, tokens_on
-from csps.services.scheduling.view import GangView
+from csps.services.scheduling.shares import level_shares, own, shifted, tokens_on
+from csps.services.scheduling.view import CachedView, GangView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
     master: InstanceId
     answer: tuple[Share, ...] = ()
     """Who keeps the answer's KV; none named: the master."""
+    taken: Mapping[InstanceId, int] = MappingProxyType({})
+    """Slots of kept KV that the shares name: they are free no longer."""
 
 
 class _Holder(msgspec.Struct, eq=False, gc=False):
@@ -105,6 +108,20 @@ class DecodeOverlay:
                 best = it
         return Placed((Share(best.id, 0, prompt_tokens),), best.id)
 
+    def place_behind(
+        self, cached: CachedView | None, prompt_tokens: int, output_tokens: int
+    ) -> Placed | None:
+        """The same for a prompt whose beginning may have been kept here: that stays where it is,
+        unless the rest finds no place so."""
+        if cached is not None and self.has_free(cached.taken):
+            self.occupy(cached.taken)
+            rest = self.place(prompt_tokens - cached.tokens, output_tokens)
+            self.occupy(cached.taken, -1)
+            if rest is not None:
+                shares = (*cached.shares, *shifted(rest.shares, cached.tokens))
+                return Placed(shares, rest.master, taken=cached.taken)
+        return self.place(prompt_tokens, output_tokens)
+
     def take(self, placed: Placed, output_tokens: int) -> None:
         """Somebody was placed so."""
         self._change(placed, output_tokens, 1)
@@ -115,7 +132,8 @@ class DecodeOverlay:
 
     def _change(self, placed: Placed, output_tokens: int, sign: int) -> None:
         slots = tokens_on(own(placed.shares))
-        slots[placed.master] = slots.get(placed.master, 0) + output_tokens
+        for instance, count in (*placed.taken.items(), (placed.master, output_tokens)):
+            slots[instance] = slots.get(instance, 0) + count
         self.occupy(slots, sign, master=placed.master)
         self._batch += sign
 

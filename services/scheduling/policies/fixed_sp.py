@@ -125,7 +125,7 @@ class _Groups:
         self, pair: PairView, now_ns: int, options: FixedSpOptions, decode: DecodeOptions
     ) -> None:
         self._options, self._max_positions = options, pair.max_positions
-        self._gang = pair.prefill.id
+        self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._groups = list(self._cut(self._prefill.spots))
@@ -158,7 +158,8 @@ class _Groups:
         """Give the request to the group that will be free first."""
         if request.prompt_tokens + request.output_tokens > self._max_positions:
             return None  # another pair may serve it
-        placed = self._decode.place(request.prompt_tokens, request.output_tokens)
+        kept = view.cached(request, self._decoding)
+        placed = self._decode.place_behind(kept, request.prompt_tokens, request.output_tokens)
         if placed is None:
             return None
         if (number := self._reusing(request, view)) is not None:

@@ -27,6 +27,7 @@ class Spot(msgspec.Struct, eq=False):
     free: int
     """KV slots."""
     long_steps: int
+    urgent_steps: int
     urgent_ns: int
     """Predicted time of urgent steps."""
     free_at_ns: int
@@ -64,6 +65,7 @@ class PrefillOverlay:
                 it.order,
                 it.free_slots,
                 it.long_steps,
+                len(it.steps) - it.long_steps,
                 it.urgent_ns,
                 max(now_ns, it.free_at_ns),
                 it.overtaken_ns,
@@ -106,7 +108,12 @@ class PrefillOverlay:
             spot.version += 1
 
     def start_urgent(self, spot: Spot, tokens: int, predicted_ns: int) -> None:
-        """An urgent step, or more of one."""
+        """An urgent step."""
+        spot.urgent_steps += 1
+        self.grow_urgent(spot, tokens, predicted_ns)
+
+    def grow_urgent(self, spot: Spot, tokens: int, predicted_ns: int) -> None:
+        """More of an urgent step."""
         if spot.long_steps:
             for budget in self._budgets_of(spot):
                 budget.left_ns -= predicted_ns

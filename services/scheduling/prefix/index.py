@@ -46,7 +46,7 @@ class PrefixIndex:
         """Slots of sequences that are over where they hold them, what is to go included."""
         self._held: dict[InstanceId, int] = {}
         """Their sums."""
-        self._owed: dict[SequenceId, dict[InstanceId, int]] = {}
+        self._owed: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
         """How often an instance has still to say what it has left of a sequence."""
 
     def add(self, gang: Gang) -> None:
@@ -61,8 +61,7 @@ class PrefixIndex:
         del self.trees[gang.id]
         for instance in gang.instances:
             del self._held[instance.id]
-        owed = self._owed.items()
-        self._owed = {of: it for of, it in owed if gang_of(next(iter(it))) != gang.id}
+        self._owed = {of: it for of, it in self._owed.items() if of[0] != gang.id}
 
     # --- reusing -------------------------------------------------------------------------------
 
@@ -155,16 +154,17 @@ class PrefixIndex:
     def kept(self, event: Kept) -> None:
         """An instance has said what it has left of a sequence."""
         origin, instance = event.sequence, event.instance
-        owed = self._owed.get(origin)
+        of = gang_of(instance), origin
+        owed = self._owed.get(of)
         if owed is None or not owed.get(instance):
             return
         owed[instance] -= 1
         before = self.ledger.held(origin).get(instance, 0)
         self.ledger.lower(origin, instance, event.tokens)
         self._held[instance] -= before - self.ledger.held(origin).get(instance, 0)
-        gang = self._gangs.by_id[gang_of(instance)]
+        gang = self._gangs.by_id[of[0]]
         if not any(owed.values()):
-            del self._owed[origin]
+            del self._owed[of]
             gang.owing.pop(origin, None)
         self._count(gang)
         self._turn.stale = True
@@ -201,7 +201,7 @@ class PrefixIndex:
     # --- books ---------------------------------------------------------------------------------
 
     def _take(self, origin: SequenceId, slots: dict[InstanceId, int]) -> None:
-        self.ledger.reserve(origin, {it: n for it, n in slots.items() if n})
+        self.ledger.extend(origin, {it: n for it, n in slots.items() if n})
         for instance, count in slots.items():
             self._held[instance] += count
 
@@ -210,7 +210,7 @@ class PrefixIndex:
     ) -> None:
         start, stop = positions.start, positions.stop
         self._turn.emit(kind(gang=gang.id, sequence=origin, start=start, stop=stop))
-        owed = self._owed.setdefault(origin, {it.id: 0 for it in gang.instances})
+        owed = self._owed.setdefault((gang.id, origin), {it.id: 0 for it in gang.instances})
         for instance in owed:
             owed[instance] += 1
         gang.owing.setdefault(origin, self._turn.now_ns)
@@ -232,16 +232,17 @@ class PrefixIndex:
             tree.check([it.segment for it in in_use if it.gang.id == number])
         sums = self.ledger.sums(instances)
         assert sums == self._held, "slots of kept KV"
-        kept: dict[SequenceId, dict[InstanceId, int]] = {}
-        for tree in self.trees.values():
+        kept: dict[tuple[GangId, SequenceId], dict[InstanceId, int]] = {}
+        for number, tree in self.trees.items():
             for segment in tree:
-                mine = kept.setdefault(segment.origin, {})
+                mine = kept.setdefault((number, segment.origin), {})
                 for instance, tokens in tokens_on(segment.shares).items():
                     mine[instance] = mine.get(instance, 0) + tokens
-        for origin, tokens_of in kept.items():
-            held = self.ledger.held(origin)
+        for of, tokens_of in kept.items():
+            everywhere = self.ledger.held(of[1]).items()
+            held = {instance: n for instance, n in everywhere if gang_of(instance) == of[0]}
             assert all(held.get(it, 0) >= n for it, n in tokens_of.items()), "kept without slots"
-            assert origin in self._owed or held == tokens_of, "slots of what is gone"
+            assert of in self._owed or held == tokens_of, "slots of what is gone"
         for gang in self._gangs.by_id.values():
             for it in gang.instances:
                 used = self.trees[gang.id].used.get(it.id, 0)

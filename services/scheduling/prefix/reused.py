@@ -28,10 +28,24 @@ def reused_by_plan(plan: StartPlan, pair: Pair, live: Live, prefix: PrefixIndex)
         for number, start in begins.items()
         if start
     }
-    for placement in plan.decode:
-        here = reused.get(placement.request) if pair.in_place else None
-        _check_named(_named(placement), here.shares if here else ())
+    if pair.in_place:
+        for placement in plan.decode:
+            here = reused.get(placement.request)
+            _check_named(_named(placement), here.shares if here else ())
     return reused
+
+
+def held_by_plan(plan: StartPlan, pair: Pair, live: Live, prefix: PrefixIndex) -> Reused:
+    """A gang that decodes only may have kept more of a prompt than the one that computes it, or
+    less: a placement names what is not to be sent. Nothing is read there where nothing is decoded,
+    because the step draws all."""
+    held: Reused = {}
+    for placement in () if pair.in_place else plan.decode:
+        named, number = _named(placement), placement.request
+        if named and number in live and live[number].output_tokens > 1:
+            held[number] = _kept(live, number, pair.decode.id, _tokens(named), prefix)
+            _check_named(named, held[number].shares)
+    return held
 
 
 def reused_by_ride(ride: Ride, live: Live, prefix: PrefixIndex) -> Reused:
@@ -64,7 +78,7 @@ def _kept(live: Live, number: RequestId, gang: GangId, tokens: int, prefix: Pref
 
 
 def _named(placement: DecodePlacement) -> tuple[Share, ...]:
-    return tuple(it for it in placement.shares if it.origin)
+    return tuple([it for it in placement.shares if it.origin])
 
 
 def _tokens(shares: Iterable[Share]) -> int:

@@ -17,6 +17,12 @@ from csps.loadgen.simulator.requests import Arrival
 from csps.services.scheduling.events import Submitted
 from csps.services.scheduling.latency import StepCost
 
+KV: dict[str, Any] = {
+    "between": LinkModel(bytes_per_s=10**9, latency_ns=5, shared=True),
+    "kv_bytes_per_token": 10,
+}
+"""A nanosecond a byte."""
+
 
 def poisson(rng: random.Random, requests: int, mean_gap_ns: float) -> list[int]:
     now, times = 0.0, []
@@ -176,8 +182,9 @@ def test_slower_machines_and_lower_rates_scale_all_times() -> None:
         assert 0 <= b.first_token_ns - 7 * a.first_token_ns < 7 * len(times)
 
 
-def test_requests_outlive_their_gangs() -> None:
-    """Killed and replaced gangs lose no token and no slot."""
+@pytest.mark.parametrize("options", [{}, {"receiving_backends": 1, **KV}])
+def test_requests_outlive_their_gangs(options: dict[str, Any]) -> None:
+    """Killed and replaced gangs lose no token, no slot and no backend."""
     arrivals = chats(random.Random(17), 100)
     faults = [
         GangFault(at_ns=40_000, role="decode"),
@@ -185,7 +192,7 @@ def test_requests_outlive_their_gangs() -> None:
         GangFault(at_ns=90_000, role="prefill"),
         GangFault(at_ns=120_000, role="prefill", up=True),
     ]
-    simulator = Simulator(OneGroup(sp=4), cluster(decode=2), arrivals, faults=faults)
+    simulator = Simulator(OneGroup(sp=4), cluster(decode=2, **options), arrivals, faults=faults)
     outcomes = simulator.run().outcomes
     assert [it.drawn for it in outcomes] == [it.output_tokens for it in arrivals]
     assert max(it.sequences for it in outcomes) > 1
@@ -205,6 +212,23 @@ def test_kv_takes_its_time_and_leaves_while_a_step_computes(layers: int, landed_
     assert outcome.first_token_ns == 100
     begin_ns = landed_ns + 5
     assert outcome.token_ns == [100, begin_ns + 1000, begin_ns + 2000]
+
+
+@pytest.mark.parametrize(("backends", "ends_ns"), [(None, (2005, 2105)), (1, (1105, 2110))])
+def test_transfers_take_turns(backends: int | None, ends_ns: tuple[int, int]) -> None:
+    """The second prompt is computed when the first one's 1,000 bytes have been under way for 100
+    ns: they share the link, or the first one has all of it until it is there."""
+    arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=2)] * 2
+    found = run(arrivals, instances=1, receiving_backends=backends, **KV).outcomes
+    joined = [ends_ns[0], max(ends_ns[1], ends_ns[0] + 1000)]
+    assert [it.token_ns[1] - 1000 for it in found] == joined
+
+
+def test_with_one_backend_each_everything_lands() -> None:
+    """Whatever the order: several senders, and chats that come while others land."""
+    arrivals = chats(random.Random(23), 200, mean_gap_ns=20_000)
+    found = run(arrivals, decode=3, receiving_backends=1, **KV)
+    assert [it.drawn for it in found.outcomes] == [it.output_tokens for it in arrivals]
 
 
 def test_gaps_and_messages_take_their_time() -> None:

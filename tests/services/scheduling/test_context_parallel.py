@@ -23,7 +23,7 @@ from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.decisions import Blocked, Decision
 from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.context_parallel.keepers import Keepers, in_turns
+from csps.services.scheduling.policies.context_parallel.keepers import Keepers, in_turns, levelled
 from csps.services.scheduling.policies.decode_overlay import Placed
 from csps.services.scheduling.policies.reuse import NOTHING
 from csps.services.scheduling.sequences import decode_slots
@@ -97,8 +97,8 @@ class Conversation(Picture):
         )
         self.kept = Kept(tokens, shares, {first: half, second: tokens - half})
 
-    def cached(self, request: object, gang: int) -> Kept:  # type: ignore[override]
-        return self.kept
+    def cached(self, request: object, gang: int) -> Kept | None:  # type: ignore[override]
+        return self.kept if gang == self.pairs[0].prefill.id else None
 
 
 @pytest.mark.parametrize(("new", "ring"), [(200, "ring_q"), (60_000, "ring_kv")])
@@ -174,7 +174,7 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
     keepers = Keepers(gang(2, [Busy(1000)] * n, prefill=False), 4)
     request = waiting(1, prompt, output)
     instances = list(keepers.free)
-    placed = keepers.spread(request)
+    placed = keepers.spread(request, None)
     assert placed.master in instances
     for stop in range(prompt, prompt + output + 1):
         held = held_at(placed, stop, instances)
@@ -184,7 +184,7 @@ def test_kv_is_even_to_within_one_token_at_any_time(n: int, prompt: int, output:
     for _ in range(n):
         keepers.take(placed)
         masters.append(placed.master)
-        placed = keepers.spread(request)
+        placed = keepers.spread(request, None)
     assert sorted(masters) == sorted(instances), "masters take turns as well"
 
 
@@ -198,13 +198,32 @@ def test_who_has_no_slots_left_drops_out(free: list[int], data: st.DataObject) -
     keepers = Keepers(gang(2, [Busy(it) for it in free], prefill=False), 1)
     assert keepers.has_room(total)
     assert not keepers.has_room(sum(free) + 1)
-    placed = keepers.spread(waiting(1, prompt, total - prompt))
+    placed = keepers.spread(waiting(1, prompt, total - prompt), None)
     assert parts(Span(0, prompt), placed.shares)
     assert parts(Span(prompt, total), placed.answer)
     keepers.take(placed)
     assert min(keepers.free.values()) >= 0
     assert sum(keepers.free.values()) == sum(free) - total
     assert not keepers.has_room(1), "a batch of one"
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=6), st.data()
+)
+def test_what_is_new_goes_first_to_whoever_has_kept_less(
+    keepers: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """As token by token to whoever has fewest then."""
+    held, room = [it for it, _ in keepers], [it for _, it in keepers]
+    tokens = data.draw(st.integers(0, sum(room)))
+    more = levelled(tokens, held, room)
+    assert all(0 <= given <= most for given, most in zip(more, room, strict=True))
+    one_by_one = list(held)
+    for _ in range(tokens):
+        roomy = [it for it in range(len(held)) if one_by_one[it] < held[it] + room[it]]
+        one_by_one[min(roomy, key=one_by_one.__getitem__)] += 1
+    assert sorted(a + b for a, b in zip(held, more, strict=True)) == sorted(one_by_one)
 
 
 def test_turns_by_hand() -> None:

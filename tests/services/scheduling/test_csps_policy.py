@@ -46,7 +46,12 @@ REQUESTS = st.lists(
 LONG = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 5000)), max_size=2).map(tuple)
 PREFILL = st.lists(
     st.builds(
-        Busy, free=st.integers(0, 4000), long=LONG, urgent=st.integers(0, 500), place=st.just("")
+        Busy,
+        free=st.integers(0, 4000),
+        long=LONG,
+        urgent=st.integers(0, 500),
+        urgent_steps=st.integers(0, 2),
+        place=st.just(""),
     ),
     min_size=1,
     max_size=5,
@@ -67,6 +72,7 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
     prefill_used: Counter[int] = Counter()
     decode_used: Counter[int] = Counter()
     long_steps = Counter({index: len(it.long) for index, it in enumerate(picture.prefill)})
+    urgent_steps = Counter({index: it.urgent_steps for index, it in enumerate(picture.prefill)})
     for plan in started:
         (step,) = plan.steps
         prefill_used.update(sizes(plan))
@@ -81,6 +87,7 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
             assert len(step.group) == 1
             assert max(lengths) <= 100
             assert sum(lengths) <= 2048
+            urgent_steps.update(group(plan))
         else:
             long_steps.update(group(plan))
     for it in placed:
@@ -93,6 +100,7 @@ def test_decisions_are_whole_and_fit(picture: Picture) -> None:
     for index, busy in enumerate(picture.prefill):
         assert prefill_used[index] <= busy.free
         assert long_steps[index] <= max(2, len(busy.long))
+        assert urgent_steps[index] <= 2
     for index, busy in enumerate(picture.decode):
         assert decode_used[index] <= busy.free
 
@@ -291,6 +299,19 @@ def test_short_prompts_are_spread_and_batched() -> None:
 def test_a_batch_of_short_prompts_has_an_end() -> None:
     started = plans(ask([waiting(n, 100) for n in range(25)], [Busy()]).ask(POLICY))
     assert [len(numbers(it)) for it in started] == [20, 5]
+
+
+def test_short_prompts_without_a_turn_wait_and_share_a_step_later() -> None:
+    """One step to run and one to follow, on each instance; what is not sent can be put together."""
+    busy = [Busy(urgent=90, urgent_steps=2), Busy(urgent=90, urgent_steps=1)]
+    requests = [waiting(n, 90) for n in range(14)]
+    (plan,) = plans(ask(requests, busy).ask(POLICY))
+    assert (group(plan), numbers(plan)) == ([1], list(range(14)))
+    busy[1].urgent_steps = 2
+    assert not ask(requests, busy).ask(POLICY)
+    long = waiting(20, 1500)
+    (plan,) = plans(ask([*requests, long], busy).ask(POLICY))
+    assert numbers(plan) == [20], "it runs beside what they wait for"
 
 
 def test_short_prompts_of_different_classes_share_no_step() -> None:

@@ -40,7 +40,8 @@ class Gangs:
     ) -> None:
         self._view, self._options = view, options
         self._max_positions = pair.max_positions
-        self._gang, self._is_one = pair.prefill.id, pair.prefill.id == pair.decode.id
+        self._gang, self._decode_gang = pair.prefill.id, pair.decode.id
+        self._is_one = self._gang == self._decode_gang
         self._cost = RingCosts(view.cost)
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
         self._keepers = Keepers(pair.decode, max_batch)
@@ -158,9 +159,10 @@ class Gangs:
         if self._is_one:
             (rows,) = rows_of(step)
             placed = self._keepers.in_place(request, cached, rows)
-            self._keepers.take(placed, cached.taken)
+            self._keepers.take(placed)
         else:
-            placed = self._keepers.spread(request)
+            kept = self._view.cached(request, self._decode_gang)
+            placed = self._keepers.spread(request, kept)
             self._keepers.take(placed)
         self._reuses.take(work)
         if urgent:

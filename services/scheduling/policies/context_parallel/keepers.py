@@ -14,6 +14,7 @@ from csps.protocols.placement import round_robin
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.decode_overlay import Placed
+from csps.services.scheduling.policies.reuse import NOTHING
 from csps.services.scheduling.shares import level_shares, own, tokens_on
 from csps.services.scheduling.view import CachedView, GangView, RequestView
 
@@ -41,18 +42,25 @@ class Keepers:
         """
         return self._left > 0 and tokens + sum((taken or {}).values()) <= sum(self.free.values())
 
-    def spread(self, request: RequestView) -> Placed:
-        """The prompt evenly over all instances, as far as they have slots."""
-        sizes = level_shares(request.prompt_tokens, list(self.free.values()))
-        assert sizes is not None, "room was counted wrong"
-        shares, start = [], 0
+    def spread(self, request: RequestView, kept: CachedView | None) -> Placed:
+        """The prompt evenly over all instances, as far as they have slots and what they have kept
+        of it allows, which stays where it is."""
+        if kept is None or any(self.free[it] < count for it, count in kept.taken.items()):
+            kept = NOTHING
+        room = {it: free - kept.taken.get(it, 0) for it, free in self.free.items()}
+        held = tokens_on(kept.shares)
+        sizes = levelled(
+            request.prompt_tokens - kept.tokens,
+            [held.get(it, 0) for it in room],
+            list(room.values()),
+        )
+        shares, start = list(kept.shares), kept.tokens
         for instance, size in zip(self.free, sizes, strict=True):
             if size:
                 shares.append(Share(instance, start, start + size))
                 start += size
-        new = tokens_on(shares)
-        room = {it: free - new.get(it, 0) for it, free in self.free.items()}
-        return self._with_answer(request, tuple(shares), room)
+                room[instance] -= size
+        return self._with_answer(request, tuple(shares), room, kept.taken)
 
     def in_place(self, request: RequestView, cached: CachedView, rows: tuple[Share, ...]) -> Placed:
         """The prompt where it is computed, behind what is reused; the answer there as well, if it
@@ -63,19 +71,23 @@ class Keepers:
         }
         there = {it: room[it] for it in tokens_on(shares)}
         enough = sum(there.values()) >= request.output_tokens
-        return self._with_answer(request, shares, there if enough else room)
+        return self._with_answer(request, shares, there if enough else room, cached.taken)
 
-    def take(self, placed: Placed, taken: Mapping[InstanceId, int] | None = None) -> None:
-        """Somebody was placed so, and reads KV in slots that are free no longer."""
+    def take(self, placed: Placed) -> None:
+        """Somebody was placed so."""
         slots = tokens_on(own((*placed.shares, *placed.answer)))
-        for counts in (slots, taken or {}):
+        for counts in (slots, placed.taken):
             for instance, count in counts.items():
                 self.free[instance] -= count
         self._mastered[placed.master] += 1
         self._left -= 1
 
     def _with_answer(
-        self, request: RequestView, shares: tuple[Share, ...], room: Mapping[InstanceId, int]
+        self,
+        request: RequestView,
+        shares: tuple[Share, ...],
+        room: Mapping[InstanceId, int],
+        taken: Mapping[InstanceId, int],
     ) -> Placed:
         """Keepers of the answer, and the master: whoever of them draws for fewest.
 
@@ -88,7 +100,25 @@ class Keepers:
         rooms = [(it, room[it]) for it in turns if room[it]]
         answer = tuple(in_turns(request.prompt_tokens, request.output_tokens, rooms))
         master = min(room, key=lambda it: (self._mastered[it], -room[it]))
-        return Placed(shares, master, answer)
+        return Placed(shares, master, answer, taken)
+
+
+def levelled(tokens: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
+    """So many more for each keeper that all have as many as one another, as far as slots and what
+    they have already allow."""
+    below = list(range(len(held)))
+    """Those who do not have more than that already."""
+    while True:
+        total = tokens + sum(held[it] for it in below)
+        level = level_shares(total, [held[it] + room[it] for it in below])
+        assert level is not None, "room was counted wrong"
+        reached = [it for it, count in zip(below, level, strict=True) if count >= held[it]]
+        if reached == below:
+            more = [0] * len(held)
+            for it, count in zip(below, level, strict=True):
+                more[it] = count - held[it]
+            return more
+        below = reached
 
 
 def in_turns(start: int, tokens: int, rooms: Sequence[tuple[InstanceId, int]]) -> Iterator[Share]:

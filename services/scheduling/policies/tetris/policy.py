@@ -30,7 +30,7 @@ from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.ring_rows import in_zigzag
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import CostView, PairView, RequestView, View
+from csps.services.scheduling.view import CachedView, CostView, PairView, RequestView, View
 
 
 class Tetris:
@@ -56,7 +56,7 @@ class Tetris:
         ]
         decisions: list[Decision] = []
         for request in view.waiting("long"):
-            plan = next((it for pair in pairs if (it := pair.start(request, view.cost))), None)
+            plan = next((it for pair in pairs if (it := pair.start(request, view))), None)
             if plan is None:
                 decisions.append(Blocked(request=request.id))
                 break
@@ -94,6 +94,7 @@ class _Pair:
     ) -> None:
         self._now_ns, self._rate, self._options = now_ns, rate, options
         self._max_positions, self._tp = pair.max_positions, pair.prefill.tp
+        self._decoding = pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._spots = sorted(self._prefill.spots, key=lambda it: it.order)
@@ -106,12 +107,13 @@ class _Pair:
         free = sum(it.free for it in self._spots)
         return prompt_tokens <= free and self._decode.has_room(prompt_tokens, output_tokens)
 
-    def start(self, request: RequestView, cost: CostView) -> StartPlan | None:
+    def start(self, request: RequestView, view: View) -> StartPlan | None:
         """Plan the request; None if there are not slots enough."""
+        cost = view.cost
         prompt, output = request.prompt_tokens, request.output_tokens
         if prompt + output > self._max_positions or not self.fits(prompt, output):
             return None
-        placed = self._decode.place_whole(prompt, output) or self._decode.place(prompt, output)
+        placed = self._place(prompt, output, view.cached(request, self._decoding))
         if placed is None:
             return None
         cdsp = self._cdsp(cost)
@@ -121,6 +123,12 @@ class _Pair:
             if (shares := self._shares(chunks)) is not None:
                 return self._plan(request, chunks, shares, placed, cost)
         raise AssertionError("there was room")
+
+    def _place(self, prompt: int, output: int, kept: CachedView | None) -> Placed | None:
+        """On one instance, if any has room; what was kept there stays where it is."""
+        if kept is None and (whole := self._decode.place_whole(prompt, output)):
+            return whole
+        return self._decode.place_behind(kept, prompt, output)
 
     def _cdsp(self, cost: CostView) -> Cdsp:
         sizes = group_sizes(len(self._spots))

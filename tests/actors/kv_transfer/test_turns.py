@@ -1,0 +1,149 @@
+"""Senders take turns where what receives KV is short: ranks in chunks on growing groups, with one
+backend on each decode rank; what is cancelled gives its turn back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from gang_cell import GREEDY, Request, even_shares, job_of, prompt_of
+from gang_threads import ThreadCell, eventually, thread_cell
+from greedy_reference import greedy_tokens
+
+from csps.actors.kv_transfer.turns import ReceivingTurns, Turn
+from csps.protocols.messages import KvLanded
+from csps.protocols.placement import KvShare
+from csps.protocols.span import Span
+
+FIRST, LENGTH = 30, 70
+"""Tokens of a prompt's first chunk, which one rank computes, and of all of it."""
+
+
+def request(rid: int) -> Request:
+    shares = even_shares(LENGTH, range(2))
+    return Request(rid=rid, prompt=prompt_of(LENGTH, rid), shares=shares, master=rid % 2)
+
+
+def begin(cell: ThreadCell, it: Request) -> int:
+    """Its first chunk, on one of two ranks."""
+    return cell.submit(job_of([it.piece(0, FIRST)], [it.rid % 2]), it.prompt[:FIRST])
+
+
+def go_on(cell: ThreadCell, it: Request) -> int:
+    """The second one, on both."""
+    history = (KvShare(instance=it.rid % 2, span=Span(start=0, stop=FIRST)),)
+    piece = it.piece(FIRST, LENGTH, history=history)
+    return cell.submit(job_of([piece], [0, 1]), it.prompt[FIRST:])
+
+
+def expected(model: Path, requests: Sequence[Request]) -> list[list[int]]:
+    return [greedy_tokens(model, it.prompt.tolist(), GREEDY.max_tokens) for it in requests]
+
+
+async def whole(cell: ThreadCell, model: Path, requests: Sequence[Request]) -> None:
+    """All of them are answered, and nothing is left."""
+    assert await cell.answer(*requests) == expected(model, requests)
+    await cell.freed(*(it.rid for it in requests))
+    await cell.prefilled(*cell.jobs)
+    cell.check_idle()
+
+
+def turns(cell: ThreadCell) -> list[ReceivingTurns]:
+    """Of both decode ranks."""
+    receivers = [rank._kv_link._receiver for rank in cell.decode_gang.ranks]
+    return [it.turns for it in receivers if it is not None]
+
+
+async def test_one_backend_serves_many_requests_in_chunks(tiny_llama: Path) -> None:
+    """Whichever chunk is computed first: second chunks are in line behind others' first ones, and
+    both ranks of a group want the one turn that there is."""
+    rng = random.Random(0)
+    async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
+        requests = [request(rid) for rid in range(5)]
+        for it in requests:
+            await cell.reserve(it)
+        left = [it for it in requests for _ in range(2)]
+        rng.shuffle(left)
+        for number, it in enumerate(left):
+            (begin if it not in left[:number] else go_on)(cell, it)
+        await whole(cell, tiny_llama, requests)
+
+
+async def test_what_is_cancelled_between_chunks_gives_its_turn_to_the_next(
+    tiny_llama: Path,
+) -> None:
+    """No step waits for it: both are computed while one holds the backends of both ranks."""
+    async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
+        holder, other = request(0), request(1)
+        for it in (holder, other):
+            await cell.reserve(it)
+        begin(cell, holder)
+        await eventually(
+            lambda: all(it._backends.backends_of(holder.rid) == 1 for it in turns(cell)[:1])
+        )
+        await cell.prefilled(*cell.jobs)
+        begin(cell, other)
+        go_on(cell, other)
+        await cell.until(lambda: cell.tokens(other.rid))
+        await cell.told(1, KvLanded, rid=other.rid, rank=1)  # nothing of the first one goes there
+        assert not cell.about(KvLanded, rid=other.rid, rank=0)
+        cell.cancel(holder.rid)
+        await whole(cell, tiny_llama, [other])
+        (landed,) = cell.about(KvLanded, rid=other.rid, rank=0)
+        assert landed.waited > 0
+
+
+@pytest.fixture
+def told() -> list[tuple[int, Turn, bool]]:
+    return []
+
+
+@pytest.fixture
+def expecting(told: list[tuple[int, Turn, bool]]) -> tuple[ReceivingTurns, dict[int, object]]:
+    """One backend, and the requests that are expected."""
+    found: dict[int, object] = {
+        rid: SimpleNamespace(closed=False, waited=0.0, give_back=None) for rid in (1, 2)
+    }
+    made = ReceivingTurns(1, found.get, lambda *word: told.append(word))  # type: ignore[arg-type]
+    return made, found
+
+
+def test_what_nobody_expects_gets_no_turn(
+    expecting: tuple[ReceivingTurns, dict[int, object]], told: list[tuple[int, Turn, bool]]
+) -> None:
+    made, _ = expecting
+    made.ask(0, Turn(3, 1))
+    assert told == [(0, Turn(3, 1), False)]
+    made.end(0, Turn(3, 1))
+    assert made.idle
+
+
+def test_who_waits_for_what_has_left_is_told(
+    expecting: tuple[ReceivingTurns, dict[int, object]], told: list[tuple[int, Turn, bool]]
+) -> None:
+    """And whoever is next has the turn."""
+    made, found = expecting
+    for peer, rid in ((0, 1), (1, 1), (2, 2)):
+        made.ask(peer, Turn(rid, 7))
+    assert told == [(0, Turn(1, 7), True)]
+    left = found.pop(1)
+    left.give_back()  # type: ignore[attr-defined]
+    assert told[1:] == [(1, Turn(1, 7), False), (2, Turn(2, 7), True)]
+    made.end(0, Turn(1, 7))
+    made.release(2)
+    assert made.idle
+
+
+def test_a_sender_that_gives_up_waiting_leaves_the_line(
+    expecting: tuple[ReceivingTurns, dict[int, object]], told: list[tuple[int, Turn, bool]]
+) -> None:
+    made, _ = expecting
+    made.ask(0, Turn(1, 1))
+    made.ask(1, Turn(2, 1))
+    made.end(1, Turn(2, 1))
+    made.release(1)
+    assert told == [(0, Turn(1, 1), True)]
+    assert made.idle

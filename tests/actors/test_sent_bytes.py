@@ -1,0 +1,25 @@
+"""Bytes of a step, told from those of what the rank does while the step stands still."""
+
+from __future__ import annotations
+
+from csps.actors.sent_bytes import SentBytes
+
+
+class CountingMesh:
+    def __init__(self) -> None:
+        self.bytes_sent = [100, 100, 100]
+
+
+def test_what_is_sent_while_it_stands_still_is_not_the_steps() -> None:
+    mesh = CountingMesh()
+    step = SentBytes(mesh)  # type: ignore[arg-type]
+    mesh.bytes_sent[1] += 5
+    for _ in range(2):
+        with step.standing_still():
+            urgent = SentBytes(mesh)  # type: ignore[arg-type]
+            mesh.bytes_sent[1] += 70
+            with urgent.standing_still():
+                mesh.bytes_sent[2] += 900
+            assert urgent.by_rank == (0, 70, 0)
+    mesh.bytes_sent[2] += 3
+    assert step.by_rank == (0, 5, 3)
