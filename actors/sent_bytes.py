@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from csps.actors.mesh import Mesh
+if TYPE_CHECKING:
+    # Who reads traces needs the names of their attributes, and not torch.
+    from csps.actors.mesh import Mesh
 
 
 class SentBytes:

@@ -1,13 +1,12 @@
-"""What one rank did when: the phases of a prefill, for a timeline that opens in Perfetto."""
+"""What one rank did when: the phases of a prefill, which become spans of its trace."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, count
-from typing import Any, Literal
+from typing import Literal
 
 Phase = Literal[
     "qkv",
@@ -104,76 +103,3 @@ class Timeline:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A span of time as Perfetto draws it."""
-
-    row: str
-    name: str
-    start_ns: int
-    end_ns: int
-    arguments: Mapping[str, Any]
-
-
-def chrome_trace(events: Iterable[Event], *, rank: int) -> list[dict[str, Any]]:
-    """Complete events in Chrome's trace format, microseconds; lists of several ranks concatenate
-    to the `traceEvents` of one file. A rank is a process with a row for computing and rows for
-    each kind of transfer."""
-    slices = [
-        Slice(
-            event.name if event.name in TRANSFERS else "compute",
-            event.name,
-            event.start_ns,
-            event.end_ns,
-            _arguments(event),
-        )
-        for event in events
-    ]
-    return process_trace(slices, pid=rank, name=f"rank {rank}")
-
-
-def _arguments(event: Event) -> dict[str, Any]:
-    places: dict[str, Any] = {"layer": event.layer, "level": event.level, "micro": event.micro}
-    return places | {"bytes": event.bytes} if event.name in TRANSFERS else places
-
-
-def process_trace(slices: Iterable[Slice], *, pid: int, name: str) -> list[dict[str, Any]]:
-    """Slices of one process in Chrome's trace format, from the first to the last."""
-    rows: dict[str, int] = {}
-    trace: list[dict[str, Any]] = [_named("process_name", pid, 0, name)]
-    for it, row in _without_crossings(slices):
-        start_us, end_us = it.start_ns / 1000, it.end_ns / 1000
-        trace.append(
-            {
-                "ph": "X",
-                "name": it.name,
-                "pid": pid,
-                "tid": rows.setdefault(row, len(rows)),
-                "ts": start_us,
-                # Of what is written: a quarter of a microsecond is all that Unix time leaves.
-                "dur": end_us - start_us,
-                "args": it.arguments,
-            }
-        )
-    return trace + [_named("thread_name", pid, tid, row) for row, tid in rows.items()]
-
-
-def _without_crossings(slices: Iterable[Slice]) -> Iterator[tuple[Slice, str]]:
-    """Each slice with the row that has room for it: its own, or "its own 2" and so on. On one row
-    Perfetto draws slices one after the other or one inside another, and drops those that cross."""
-    open_ends: dict[str, list[int]] = {}
-    for it in sorted(slices, key=lambda it: (it.start_ns, -it.end_ns)):
-        for row in chain([it.row], (f"{it.row} {lane}" for lane in count(2))):
-            ends = open_ends.setdefault(row, [])
-            while ends and ends[-1] <= it.start_ns:
-                ends.pop()
-            if not ends or it.end_ns <= ends[-1]:
-                break
-        ends.append(it.end_ns)
-        yield it, row
-
-
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -5,7 +5,7 @@
                                           level and micro-partition
 
 Phases are only noted for jobs whose trace asks for them, the job's own span for all that are
-sampled; without a trace, or an SDK, nothing is. `docs/timeline.md` says how to look at them.
+sampled; without a trace, or an SDK, nothing is. `docs/traces.md` says how to look at them.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from timeline_export import Record, is_phase
-
 from csps.actors.timeline_export import BYTES_SENT, COMMUNICATION_S, CPU_NS, EXCHANGE_S, PHASE, RANK
 from csps.protocols.topology import Topology
+from csps.services.telemetry.traces.spans import Span, Trace
 
 ATTENTION_PHASES = ("attention", "importance", "select", "merge")
 """All that a layer's attention takes: choosing what is kept is part of its price."""
@@ -32,25 +30,22 @@ class JobCost:
     """Payload sent to the same server."""
 
 
-def job_costs(records: Iterable[Record], locations: Sequence[str]) -> dict[str, JobCost]:
+def job_costs(traces: Iterable[Trace], locations: Sequence[str]) -> dict[str, JobCost]:
     """By trace id, for every job whose spans are complete.
 
     Args:
         locations: Rack-Server-GPU id of each rank.
     """
-    traces: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        traces[record["trace_id"]].append(record)
     servers = _servers(locations)
-    return {trace_id: _cost(spans, servers) for trace_id, spans in traces.items()}
+    return {it.trace_id: _cost(it.spans, servers) for it in traces}
 
 
 def _servers(locations: Sequence[str]) -> list[tuple[int, int]]:
     return [(place.rack, place.server) for place in Topology.of(locations).locations]
 
 
-def _cost(spans: Sequence[Record], servers: Sequence[object]) -> JobCost:
-    jobs = [span["attributes"] for span in spans if span["name"] == "prefill.compute"]
+def _cost(spans: Sequence[Span], servers: Sequence[object]) -> JobCost:
+    jobs = [span.attributes for span in spans if span.name == "prefill.compute"]
     waited = sum(job[COMMUNICATION_S] for job in jobs)
     under_way = sum(job[EXCHANGE_S] for job in jobs)
     assert len(jobs) == len(servers), f"{len(jobs)} spans of a job on {len(servers)} ranks"
@@ -69,13 +64,13 @@ def _cost(spans: Sequence[Record], servers: Sequence[object]) -> JobCost:
     )
 
 
-def _phases(spans: Iterable[Record], phase: str) -> list[Record]:
-    return [span for span in spans if is_phase(span) and span["attributes"][PHASE] == phase]
+def _phases(spans: Iterable[Span], phase: str) -> list[Span]:
+    return [span for span in spans if span.is_phase and span.attributes[PHASE] == phase]
 
 
-def _seconds(span: Record) -> float:
-    return float(span["end_ns"] - span["start_ns"]) / 1e9
+def _seconds(span: Span) -> float:
+    return span.duration_ns / 1e9
 
 
-def _cpu_seconds(span: Record) -> float:
-    return float(span["attributes"][CPU_NS]) / 1e9
+def _cpu_seconds(span: Span) -> float:
+    return float(span.attributes[CPU_NS]) / 1e9

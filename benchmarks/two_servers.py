@@ -49,10 +49,11 @@ from testbed import iproute
 from testbed.gang import Gang, GangOptions, JobResult, prefill_gang
 from testbed.link import UNLIMITED, Link
 from testbed.network import Testbed, two_servers
-from timeline_export import Record, of_one_trace, read, span_files, trace_events
 
 from csps.protocols.errors import ConfigError
 from csps.services.launch.settings import shipped_models
+from csps.services.telemetry.traces.perfetto import trace_events
+from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 
 MODELS = ("needle", "wide")
 WIDE_LAYERS = 6
@@ -165,15 +166,15 @@ async def _place_rows(
         options = GangOptions(model_dir=model_dir, kv_slots=place.tokens, spans_dir=Path(spans_dir))
         async with prefill_gang(bed, options) as gang:
             results = await _rounds(gang, place.tokens, plan)
-        records = list(read(span_files(spans_dir)))
-    costs = job_costs(records, gang.locations)
+        traced = traces(read_spans(span_files(Path(spans_dir))))
+    costs = job_costs(traced, gang.locations)
     series = [
         Series(about={**about, "variant": variant.name}, results=of_variant)
         for variant, of_variant in results.items()
     ]
     if plan.timelines is not None:
         for one in series:
-            one.write_timeline(plan.timelines, records)
+            one.write_timeline(plan.timelines, traced)
     return with_hidden([one.row(costs) for one in series])
 
 
@@ -240,12 +241,12 @@ class Series:
             "load": os.getloadavg()[0],
         }
 
-    def write_timeline(self, folder: Path, records: Sequence[Record]) -> None:
+    def write_timeline(self, folder: Path, traced: Sequence[Trace]) -> None:
         """The round whose TTFT is the median, for Perfetto."""
         middle = sorted(self.results, key=lambda r: r.ttft_s)[(len(self.results) - 1) // 2]
         name = "-".join(str(value).replace("/", "-") for value in self.about.values())
         folder.mkdir(parents=True, exist_ok=True)
-        events = trace_events(of_one_trace(records, middle.trace_id))
+        events = trace_events(next(it for it in traced if it.trace_id == middle.trace_id))
         (folder / f"{name}.json").write_text(json.dumps({"traceEvents": events}))
 
 

@@ -22,6 +22,8 @@ STATE_KEY, TIMELINE = "csps", "timeline"
 """Our entry in `tracestate`. Where a trace begins it is decided whether it also tells the timeline
 of every rank; a client that sends `csps=timeline` with a sampled `traceparent` has decided so."""
 
+ERROR_TYPE = "error.type"
+"""Attribute of spans that ended in an error."""
 TraceSpan = trace.Span
 NO_SPAN: TraceSpan = trace.INVALID_SPAN
 """Takes all calls and records nothing."""
@@ -44,6 +46,21 @@ def extract(carrier: Mapping[str, object]) -> Context:
         if isinstance(value := carrier.get(name), str)
     }
     return _PROPAGATOR.extract(fields, context=Context())
+
+
+def without_timeline(context: Context) -> Context:
+    """The same for a client that may not ask for a timeline."""
+    span = trace.get_current_span(context).get_span_context()
+    if STATE_KEY not in span.trace_state:
+        return context
+    unmarked = trace.SpanContext(
+        span.trace_id,
+        span.span_id,
+        is_remote=span.is_remote,
+        trace_flags=span.trace_flags,
+        trace_state=span.trace_state.delete(STATE_KEY),
+    )
+    return trace.set_span_in_context(trace.NonRecordingSpan(unmarked), context)
 
 
 def wants_timeline(context: trace.SpanContext) -> bool:
@@ -70,8 +87,13 @@ def span(
         yield
         return
     tracer = trace.get_tracer("csps")
-    with tracer.start_as_current_span(name, context=extract(carrier), attributes=dict(attributes)):
-        yield
+    context = extract(carrier)
+    with tracer.start_as_current_span(name, context=context, attributes=dict(attributes)) as it:
+        try:
+            yield
+        except Exception as error:
+            it.set_attribute(ERROR_TYPE, type(error).__name__)
+            raise
 
 
 def begin(

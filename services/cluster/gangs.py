@@ -50,8 +50,8 @@ class GangRank:
         registry: DeploymentHandle[Registry],
     ) -> None:
         self._drain_s = settings.drain_s
-        self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry)
         gang = _gang_context()
+        self._flush_spans = tracing.install(f"csps-{role}", settings.telemetry, rank=gang.rank)
         began = time.monotonic()
         config = rank_config(role, settings, gang, host=listen_host(settings))
         store = await _meet(gang, config.host, registry)

@@ -27,7 +27,7 @@ from csps.services.http.request_parser import Accepted, Arrival, RequestParser, 
 from csps.services.http.response import GeneratedResponse
 from csps.services.http.streaming import EventStream
 from csps.services.http.tokenizer_pool import TokenizerPool
-from csps.services.launch.credentials import ApiKeys
+from csps.services.launch.credentials import ApiKeys, TimelineClients
 from csps.services.router.running import Generation, Running
 from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
@@ -86,6 +86,7 @@ class Api:
     keys: ApiKeys
     metrics: Metrics
     max_body_bytes: int
+    timeline_clients: TimelineClients = field(default_factory=TimelineClients)
     lanes: TokenizerPool = field(default_factory=TokenizerPool)
 
     def app(self, lifespan: Lifespan | None = None) -> Starlette:
@@ -134,14 +135,15 @@ class Api:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def _generate(self, request: Request, read: Read, operation: str) -> Response:
+        began_ns = time.time_ns()
         owner = self.keys.check(request.headers.get("authorization"))
-        exchange, streams = await self._receive(request, read, operation, owner)
+        exchange, streams = await self._receive(request, read, operation, owner, began_ns)
         if streams:
             return await _stream(request, exchange)
         return JSONResponse(await while_connected(request.receive, exchange.whole()))
 
     async def _receive(
-        self, request: Request, read: Read, operation: str, owner: bytes
+        self, request: Request, read: Read, operation: str, owner: bytes, began_ns: int
     ) -> tuple[GeneratedResponse, bool]:
         """Nothing but the exchange is left of the body afterwards."""
         request_id = request_id_of(request)
@@ -151,7 +153,13 @@ class Api:
             body = await self._read(request, held.grown, asked)
             arrival = Arrival(request_id=request_id, asked=asked, fit=self.engine.fit, owner=owner)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
-            trace = RequestTrace(request.headers, operation=operation, request_id=request_id)
+            trace = RequestTrace(
+                request.headers,
+                operation=operation,
+                request_id=request_id,
+                began_ns=began_ns,
+                may_ask=self.timeline_clients.include(request.headers.get("authorization")),
+            )
             try:
                 with trace:
                     return await self._submit(accept, trace)
@@ -172,7 +180,8 @@ class Api:
     async def _submit(
         self, accept: Callable[[], Awaitable[Accepted]], trace: RequestTrace
     ) -> tuple[GeneratedResponse, bool]:
-        accepted = await accept()
+        with trace.reading():
+            accepted = await accept()
         trace.accepted(accepted.generation, self.parser.model)
         running = self.engine.submit(accepted.generation)
         exchange = GeneratedResponse(

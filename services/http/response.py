@@ -73,7 +73,9 @@ class GeneratedResponse:
             self._trace.failed(error)
             raise
         finally:
-            self._trace.answered(self._running, model=self._request.model, reason=reason)
+            self._trace.answered(
+                self._running, model=self._request.model, response_id=self._id, reason=reason
+            )
             self._trace.end()
 
     # --- in one piece ---
@@ -101,7 +103,7 @@ class GeneratedResponse:
             finish_reason=reason,
         )
         return CompletionResponse(
-            id=self._id("cmpl"),
+            id=self._id,
             created=self._created,
             model=self._request.model,
             choices=[choice],
@@ -118,7 +120,7 @@ class GeneratedResponse:
             finish_reason=reason,
         )
         return ChatCompletionResponse(
-            id=self._id("chatcmpl"),
+            id=self._id,
             created=self._created,
             model=self._request.model,
             choices=[choice],
@@ -151,7 +153,7 @@ class GeneratedResponse:
         is_completion = isinstance(self._request, CompletionRequest)
         make = CompletionStream if is_completion else ChatStream
         return make(
-            request_id=self._id("cmpl" if is_completion else "chatcmpl"),
+            request_id=self._id,
             model=self._request.model,
             created=self._created,
             prompt_tokens=int(self._generation.prompt.size),
@@ -178,7 +180,9 @@ class GeneratedResponse:
 
     # --- both ---
 
-    def _id(self, prefix: str) -> str:
+    @property
+    def _id(self) -> str:
+        prefix = "cmpl" if isinstance(self._request, CompletionRequest) else "chatcmpl"
         return f"{prefix}-{self._generation.request_id}"
 
     def _usage(self) -> Usage:

@@ -20,6 +20,7 @@ from csps.protocols.errors import ConfigError, Unauthorized
 SECRET_VARIABLE = "CSPS_CLUSTER_SECRET"
 KEYS_VARIABLE = "CSPS_API_KEYS"
 SECRET_MIN_LENGTH = 16
+TIMELINE_WORDS = ("everyone", "nobody")
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,47 @@ class ApiKeys:
         return given
 
 
-def _keys_of(path: Path) -> list[str]:
+class TimelineClients:
+    """Who may ask for the timeline of a request: thousands of spans, which ranks have to write."""
+
+    def __init__(self, keys: ApiKeys | None = None, *, everyone: bool = True) -> None:
+        """
+        Args:
+            keys: whose holders may, if not everyone or nobody.
+        """
+        self._keys, self._everyone = keys, everyone
+
+    @classmethod
+    def load(cls, setting: str) -> TimelineClients:
+        """As `telemetry.timeline_clients` has it.
+
+        Raises:
+            ConfigError: it is a file that cannot be read, or that holds no key.
+        """
+        if setting in TIMELINE_WORDS:
+            return cls(everyone=setting == "everyone")
+        keys = _keys_of(Path(setting), setting="telemetry.timeline_clients")
+        return cls(ApiKeys(key for key in keys if key), everyone=False)
+
+    def include(self, authorization: str | None) -> bool:
+        """Whether a client that says who it is in this way may."""
+        if self._keys is None:
+            return self._everyone
+        try:
+            self._keys.check(authorization)
+        except Unauthorized:
+            return False
+        return True
+
+
+def _keys_of(path: Path, *, setting: str = "api_keys_file") -> list[str]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"api_keys_file: cannot read {path}: {exc}") from None
+        raise ConfigError(f"{setting}: cannot read {path}: {exc}") from None
     keys = [line.split("#", 1)[0].strip() for line in lines]
     if not any(keys):
-        raise ConfigError(f"api_keys_file: {path} holds no key")
+        raise ConfigError(f"{setting}: {path} holds no key")
     return keys
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.protocols.gang_members import GangRole
 from csps.protocols.topology import Topology
+from csps.services.launch.credentials import TIMELINE_WORDS
 from csps.services.scheduling.policies.choice import check_pairing, make_policy
 
 Count = Annotated[int, Field(ge=1)]
@@ -208,17 +209,31 @@ class TelemetrySettings(Section):
 
     enabled: bool = True
     otlp_endpoint: str | None = None
-    """OTLP/HTTP traces endpoint, for instance http://127.0.0.1:4318/v1/traces."""
+    """OTLP/HTTP traces endpoint, for instance http://127.0.0.1:4318/v1/traces. Unset, it is that of
+    OTEL_EXPORTER_OTLP_ENDPOINT, in the environment in which Ray starts."""
     spans_dir: str = "run/traces"
-    """Without an endpoint, each process writes one JSON object a span into a file here."""
+    """Without an endpoint, each process writes OTLP-JSON into a file here (`csps trace`)."""
     sample: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Fraction of requests that are traced, unless the client's `traceparent` decides."""
     timeline_sample: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of requests whose trace also has every phase on every rank (`docs/timeline.md`),
+    """Fraction of requests whose trace also has every phase on every rank (`docs/traces.md`),
     unless the client's `tracestate` asks for it; more than `sample` has no effect. None by
     default: a long prompt has thousands of phases, and the next job waits while they are noted."""
+    timeline_clients: str = "everyone"
+    """Who may ask for the timeline of a request: "everyone", "nobody", or a file with the API keys
+    of those who may, one a line."""
     project: str = "csps"
     """`openinference.project.name`: groups traces in Arize Phoenix."""
+
+    def resolved(self) -> Self:
+        """The same with absolute paths."""
+        clients = self.timeline_clients
+        return self.model_copy(
+            update={
+                "spans_dir": _absolute(self.spans_dir),
+                "timeline_clients": clients if clients in TIMELINE_WORDS else _absolute(clients),
+            }
+        )
 
 
 class TopologySettings(Section):
@@ -336,8 +351,7 @@ class Settings(Section):
         Raises:
             ConfigError: the model does not exist.
         """
-        spans, log = _absolute(self.telemetry.spans_dir), self.scheduling.log
-        keys = self.api_keys_file
+        log, keys = self.scheduling.log, self.api_keys_file
         return self.model_copy(
             update={
                 "model": str(self.model_dir),
@@ -347,7 +361,7 @@ class Settings(Section):
                 "scheduling": self.scheduling.model_copy(
                     update={"log": None if log is None else _absolute(log)}
                 ),
-                "telemetry": self.telemetry.model_copy(update={"spans_dir": spans}),
+                "telemetry": self.telemetry.resolved(),
             }
         )
 

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
+from csps.protocols import trace_context
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
@@ -78,6 +79,8 @@ class CostBook:
         self._configure, self._keep = configure, keep
         self._tell: Callable[[AnyEvent], None] | None = None
         self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
+        self._traces: dict[str, dict[str, str]] = {}
+        """Of the latest request of each class that one was submitted of."""
         self._choices: dict[Bucket, StrategyChoice] = {}
         self._wanted: dict[Bucket, None] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -98,9 +101,11 @@ class CostBook:
         """A request of this class was submitted."""
         self._classes[cls.key] = cls.csa
         self._classes.move_to_end(cls.key)
+        self._traces[cls.key] = trace_context.inject()
         if len(self._classes) > MAX_CLASSES:
             oldest = next(key for key in self._classes if key != AUTO)
             del self._classes[oldest]
+            self._traces.pop(oldest, None)
 
     def gang_up(self, gang: GangClient) -> None:
         """Fill in what most requests will ask for, before they do."""
@@ -158,8 +163,9 @@ class CostBook:
                 return  # their classes were forgotten meanwhile
             questions = StrategyQuestions(asked=tuple(map(self._question, wanted)))
             try:
-                async with asyncio.timeout(ANSWER_S):
-                    answer = await self._configure(questions)
+                with trace_context.attached(self._trace_of(wanted)):
+                    async with asyncio.timeout(ANSWER_S):
+                        answer = await self._configure(questions)
                 chosen = dict(zip(wanted, answer.chosen, strict=True))
             except Exception as exc:  # it may run elsewhere and fail in any way
                 _log.warning("the configurator did not answer (%s); asking again", exc)
@@ -167,6 +173,10 @@ class CostBook:
                 await asyncio.sleep(PAUSE_S)
                 continue
             self._enter(chosen)
+
+    def _trace_of(self, wanted: Sequence[Bucket]) -> dict[str, str]:
+        """That of a request for which a bucket is wanted, which then shows the question."""
+        return next((it for bucket in wanted if (it := self._traces.get(bucket.cls))), {})
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
         return StrategyQuestion(

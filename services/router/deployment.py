@@ -18,7 +18,7 @@ from csps.services.cluster.registry import Registry, RegistryDirectory
 from csps.services.http.api import Api
 from csps.services.http.request_parser import RequestParser
 from csps.services.http.tokenizer_pool import TokenizerPool
-from csps.services.launch.credentials import ApiKeys, ClusterSecret
+from csps.services.launch.credentials import ApiKeys, ClusterSecret, TimelineClients
 from csps.services.launch.settings import Settings
 from csps.services.router.cost_book import CostBook
 from csps.services.router.service import RequestService
@@ -72,6 +72,7 @@ class Router:
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,
+            timeline_clients=TimelineClients.load(self._settings.telemetry.timeline_clients),
             lanes=self._lanes,
         )
         return api.app(self._lifespan)

@@ -17,6 +17,7 @@ from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running, Timings
 from csps.services.router.slo import Objective, Slo
 from csps.services.scheduling.scheduler import Counts
+from csps.services.telemetry.error_type import error_type
 from csps.services.telemetry.series import Series
 from csps.services.telemetry.step_metrics import StepFigures, StepMetrics
 from csps.services.telemetry.transfer_metrics import TransferMetrics
@@ -121,7 +122,7 @@ class Metrics:
 
     def refused(self, error: Exception, slo: Slo) -> None:
         """Admission said no. What is the client's own mistake missed no objective."""
-        self._refused(code=_code(error)).inc()
+        self._refused(code=error_type(error)).inc()
         if not isinstance(error, RequestError) or error.status >= BUSY:
             self._judge(slo.missed())
 
@@ -168,7 +169,7 @@ class Metrics:
 
     def failed(self, running: Running, error: Exception) -> None:
         """The request got an error."""
-        self._failures(code=_code(error)).inc()
+        self._failures(code=error_type(error)).inc()
         self._count_transfer(error)
         self._judge(running.generation.slo.missed())
 
@@ -210,8 +211,3 @@ def time_per_output_token(timings: Timings) -> float | None:
 def _observe(histogram: Histogram, seconds: float | None) -> None:
     if seconds is not None:
         histogram.observe(seconds)
-
-
-def _code(error: Exception) -> str:
-    code = error.code if isinstance(error, RequestError) else None
-    return code or type(error).__name__

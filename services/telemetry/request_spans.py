@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
+from csps.protocols.trace_context import ERROR_TYPE
 from csps.services.router.running import Running
+from csps.services.telemetry.error_type import error_type
 
 _tracer = trace.get_tracer("csps.router")
 
@@ -50,6 +52,8 @@ def _record(
     if end is None:
         end = running.marks.ended or time.monotonic()
         span.set_attribute("csps.interrupted", True)
+        if running.error is not None:
+            span.set_attribute(ERROR_TYPE, error_type(running.error))
     span.end(end_time=wall_ns + int(max(start, end) * 1e9))
 
 

@@ -5,7 +5,8 @@ Attribute names are those of OpenTelemetry's GenAI conventions and of vLLM's tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 from opentelemetry import trace
@@ -13,6 +14,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from csps.protocols import trace_context
 from csps.services.router.running import Generation, Running
+from csps.services.telemetry.error_type import error_type
 
 _TRACER = trace.get_tracer("csps.router")
 
@@ -20,17 +22,49 @@ _TRACER = trace.get_tracer("csps.router")
 class RequestTrace:
     """One SERVER span; entering it makes it current, leaving it leaves it open."""
 
-    def __init__(self, headers: Mapping[str, str], *, operation: str, request_id: str) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, str],
+        *,
+        operation: str,
+        request_id: str,
+        began_ns: int,
+        may_ask: bool = True,
+    ) -> None:
+        """The request was read.
+
+        Args:
+            began_ns: when its headers had come (`time.time_ns()`).
+            may_ask: whether its client may ask for a timeline.
+        """
+        context = trace_context.extract(headers)
+        if not may_ask:
+            context = trace_context.without_timeline(context)
         self._span = _TRACER.start_span(
             "llm_request",
-            context=trace_context.extract(headers),
+            context=context,
             kind=SpanKind.SERVER,
+            start_time=began_ns,
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "csps",
                 "gen_ai.request.id": request_id,
             },
         )
+        self._child("receive", start_time=began_ns).end()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The time inside is spent on making tokens of the request."""
+        span = self._child("tokenize")
+        try:
+            yield
+        finally:
+            span.end()
+
+    def _child(self, name: str, *, start_time: int | None = None) -> trace.Span:
+        context = trace.set_span_in_context(self._span)
+        return _TRACER.start_span(name, context=context, start_time=start_time)
 
     def __enter__(self) -> Self:
         self._current = trace.use_span(
@@ -55,10 +89,13 @@ class RequestTrace:
             }
         )
 
-    def answered(self, running: Running, *, model: str, reason: str | None) -> None:
+    def answered(
+        self, running: Running, *, model: str, response_id: str, reason: str | None
+    ) -> None:
         """The answer is complete, or nobody reads on."""
         self._span.set_attributes(
             {
+                "gen_ai.response.id": response_id,
                 "gen_ai.response.model": model,
                 "gen_ai.response.finish_reasons": [reason or "cancelled"],
                 "gen_ai.usage.output_tokens": running.timings.tokens,
@@ -69,6 +106,7 @@ class RequestTrace:
     def failed(self, error: BaseException) -> None:
         """There is no answer, or only half of one."""
         self._span.record_exception(error)
+        self._span.set_attribute(trace_context.ERROR_TYPE, error_type(error))
         self._span.set_status(Status(StatusCode.ERROR, type(error).__name__))
 
     def end(self) -> None:

@@ -63,6 +63,11 @@ COMMANDS = {
     "train": Command(
         "services.profiling.train", "main", "learn what sparse attention loses of accuracy"
     ),
+    "trace": Command(
+        "services.telemetry.traces.command",
+        "main",
+        "traced requests, and where their time went",
+    ),
     "eval": Command("services.evaluation.command", "main", "accuracy on hidden facts"),
 }
 """In the order in which `--help` lists them."""

@@ -1,14 +1,8 @@
+"""Phases of a rank: what is noted, and that nothing is where nobody asked."""
+
 from __future__ import annotations
 
-import json
-
-from hypothesis import example, given
-from hypothesis import strategies as st
-from perfetto_rows import by_row, crossings
-
-from csps.actors.timeline import Event, Slice, Timeline, chrome_trace, process_trace
-
-UNIX_NS = 1_700_000_000_000_000_000
+from csps.actors.timeline import Event, Timeline
 
 
 def test_a_timeline_that_is_off_keeps_nothing() -> None:
@@ -28,49 +22,3 @@ def test_phases_become_events_in_the_order_in_which_they_end() -> None:
     assert (inner.name, outer.name) == ("wait", "attention")
     assert (outer.layer, outer.level, outer.micro) == (1, 2, 3)
     assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
-
-
-def test_a_trace_has_a_row_for_computing_and_for_each_kind_of_transfer() -> None:
-    events = [
-        Event("attention", 2_000, 5_000, 1, 2, 3),
-        Event("first all-to-all", 1_000, 4_000, 1, 2, 0),
-        Event("wait", 5_000, 6_000),
-    ]
-    trace = json.loads(json.dumps(chrome_trace(events, rank=7)))
-    assert {row["pid"] for row in trace} == {7}
-    names = {row["tid"]: row["args"]["name"] for row in trace if row["name"] == "thread_name"}
-    phases = [row for row in trace if row["ph"] == "X"]
-    assert [names[row["tid"]] for row in phases] == ["first all-to-all", "compute", "compute"]
-    assert [(row["ts"], row["dur"]) for row in phases] == [(1.0, 3.0), (2.0, 3.0), (5.0, 1.0)]
-    assert phases[1]["args"] == {"layer": 1, "level": 2, "micro": 3}
-
-
-def test_exchanges_begun_together_and_ended_in_turn_have_a_row_each() -> None:
-    events = [Event("first all-to-all", begin, 7_000 + begin, 0, begin) for begin in (1, 2, 3)]
-    events += [Event("first all-to-all", 7_001, 8_000, 1, 1), Event("all-gather", 2, 9_000, 1)]
-    levels = {
-        row: [it["args"]["level"] for it in slices]
-        for (_, row), slices in by_row(chrome_trace(reversed(events), rank=0)).items()
-    }
-    assert levels == {
-        "first all-to-all": [1, 1],
-        "first all-to-all 2": [2],
-        "first all-to-all 3": [3],
-        "all-gather": [None],
-    }
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 99), st.integers(0, 99))))
-@example([("a", 130, 1_240), ("a", 1_370, 1_000)])  # written from 0.25 to 1.25
-def test_no_slices_of_a_row_cross(drawn: list[tuple[str, int, int]]) -> None:
-    """As written, in microseconds of Unix time, which leave no nanoseconds."""
-    slices = [
-        Slice(row, row, UNIX_NS + begin, UNIX_NS + begin + length, {"place": place})
-        for place, (row, begin, length) in enumerate(drawn)
-    ]
-    trace = json.loads(json.dumps(process_trace(slices, pid=3, name="process")))
-    assert crossings(trace) == []
-    drawn_rows = by_row(trace)
-    assert all(it["name"] == row.split()[0] for (_, row), its in drawn_rows.items() for it in its)
-    places = [it["args"]["place"] for its in drawn_rows.values() for it in its]
-    assert sorted(places) == list(range(len(drawn)))

@@ -7,7 +7,6 @@ one stops it.
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.models.tokenizer import Tokenizer
 from csps.services.launch.serve_command import undeploy
+from csps.services.telemetry.traces.spans import Span, read_spans, span_files
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -203,19 +203,17 @@ def test_one_trace_spans_all_processes(server: Deployed) -> None:
         assert time.monotonic() < deadline, f"only {services_of(spans, trace_id)}"
         time.sleep(0.1)
     # The only request that has asked for one.
-    assert {it["trace_id"] for it in spans if "csps.phase" in it["attributes"]} == {trace_id}
+    assert {it.trace_id for it in spans if it.is_phase} == {trace_id}
 
 
-def server_spans(server: Deployed) -> list[dict[str, Any]]:
-    """All that have been written; the end of a file may be half a line."""
-    files = Path(server.config.settings.telemetry.spans_dir).glob("*.jsonl")
-    whole = [file.read_text().rpartition("\n")[0] for file in files]
-    return [json.loads(line) for text in whole for line in text.splitlines()]
+def server_spans(server: Deployed) -> list[Span]:
+    """All that have been written."""
+    return list(read_spans(span_files(Path(server.config.settings.telemetry.spans_dir))))
 
 
-def services_of(spans: list[dict[str, Any]], trace_id: str) -> set[str]:
+def services_of(spans: list[Span], trace_id: str) -> set[str]:
     """Who has written spans of a trace."""
-    return {it["attributes"]["service.name"] for it in spans if it["trace_id"] == trace_id}
+    return {it.service for it in spans if it.trace_id == trace_id}
 
 
 # --- bad input -------------------------------------------------------------------------------

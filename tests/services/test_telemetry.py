@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from csps.protocols import trace_context
 from csps.services.launch.settings import TelemetrySettings
-from csps.services.telemetry.tracing import SpanFile, install, make_exporter, make_provider
+from csps.services.telemetry.traces.span_file import SpanFile
+from csps.services.telemetry.traces.spans import read_spans
+from csps.services.telemetry.tracing import install, make_exporter, make_provider
 
 PARENT = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
 UNSAMPLED = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"}
 
 
-def test_a_span_file_has_one_object_a_line(tmp_path: Path) -> None:
+def test_a_process_writes_its_own_file_and_says_who_it_is(tmp_path: Path) -> None:
     settings = TelemetrySettings(spans_dir=str(tmp_path))
-    provider = make_provider("csps-test", settings, make_exporter("csps-test", settings))
-    tracer = provider.get_tracer("test")
-    with tracer.start_as_current_span("outer", context=trace_context.extract(PARENT)) as outer:
-        outer.add_event("turned", {"degrees": 90})
-        with tracer.start_as_current_span("inner", attributes={"tokens": (1, 2)}):
-            pass
+    exporter = make_exporter("csps-test", settings)
+    provider = make_provider("csps-test", settings, exporter, rank=1)
+    with provider.get_tracer("test").start_as_current_span("it"):
+        pass
     provider.shutdown()
     (path,) = tmp_path.glob("csps-test-*.jsonl")
-    inner, outer_record = map(json.loads, path.read_text().splitlines())
-    assert outer_record["trace_id"] == inner["trace_id"] == "4bf92f3577b34da6a3ce929d0e0e4736"
-    assert outer_record["parent_id"] == "00f067aa0ba902b7"
-    assert inner["parent_id"] == outer_record["span_id"]
-    assert inner["attributes"] == {"service.name": "csps-test", "tokens": [1, 2]}
-    assert outer_record["events"][0]["attributes"] == {"degrees": 90}
-    assert outer_record["start_ns"] <= inner["start_ns"] <= inner["end_ns"]
+    (span,) = read_spans([path])
+    assert (span.service, span.rank) == ("csps-test", 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "setting", "endpoint"),
+    [
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://env:4318"}, None, "http://env:4318/v1/traces"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://env/x"}, None, "http://env/x"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://env:4318"}, "http://set/y", "http://set/y"),
+        ({}, "http://set/y", "http://set/y"),
+    ],
+)
+def test_where_traces_are_sent(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    setting: str | None,
+    endpoint: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    exporter = make_exporter("csps-test", TelemetrySettings(otlp_endpoint=setting))
+    assert isinstance(exporter, OTLPSpanExporter)
+    assert exporter._endpoint == endpoint
+    exporter.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +78,8 @@ def test_a_full_file_makes_room_for_a_new_one(tmp_path: Path) -> None:
         tracer.start_span(name).end()
         provider.force_flush()
     provider.shutdown()
-    assert json.loads(path.read_text())["name"] == "second"
-    assert json.loads((tmp_path / "spans.jsonl.1").read_text())["name"] == "first"
+    assert [it.name for it in read_spans([path])] == ["second"]
+    assert [it.name for it in read_spans([tmp_path / "spans.jsonl.1"])] == ["first"]
 
 
 def test_a_full_disk_does_not_stop_the_server(tmp_path: Path) -> None:

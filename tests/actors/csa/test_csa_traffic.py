@@ -12,12 +12,13 @@ from itertools import pairwise
 import pytest
 from csa_jobs import DIM, CsaCase, on_ranks
 from perfetto_rows import crossings
+from phase_slices import rank_trace
 from rank_world import RankWorld
 from torch import Tensor
 
 from csps.actors.job_clock import JobClock
 from csps.actors.mesh import BegunExchange, Mesh, Tag
-from csps.actors.timeline import TRANSFERS, Timeline, chrome_trace
+from csps.actors.timeline import TRANSFERS, Timeline
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, Ratios
 
 SPT, HEADS, KV_HEADS, WINDOW = 64, 8, 4, 4
@@ -124,8 +125,8 @@ def test_every_exchange_of_a_pipelined_job_can_be_drawn(gloo_world: RankWorld) -
     case = two_servers(((0.5,), (0.75,)), micro=3)
     clocks = {rank: JobClock(timeline=Timeline(on=True)) for rank in range(case.members)}
     on_ranks(gloo_world, case, clocks)
-    for rank, clock in clocks.items():
-        trace = chrome_trace(clock.timeline.events, rank=rank)
+    for clock in clocks.values():
+        trace = rank_trace(clock.timeline.events)
         assert crossings(trace) == []
         assert sum(it["ph"] == "X" for it in trace) == len(clock.timeline.events)
 

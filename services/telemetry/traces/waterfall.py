@@ -1,0 +1,102 @@
+"""One trace as text: who did what when, for a terminal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from csps.services.telemetry.traces.spans import Span, Trace
+
+BLOCKS = " ▏▎▍▌▋▊▉█"
+"""Eighths of a column, from the left."""
+MANY = 4
+"""Spans of one name below one other that share a line from so many on."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one line shows."""
+
+    depth: int
+    spans: Sequence[Span]
+
+    @property
+    def label(self) -> str:
+        """Process and name, indented as far as the tree has it."""
+        first, count = self.spans[0], len(self.spans)
+        times = f" x{count}" if count > 1 else ""
+        return f"{_process(first):<14} {'  ' * self.depth}{first.name}{times}"
+
+
+def waterfall(trace: Trace, *, columns: int) -> str:
+    """A title, then a line a span: process, name, milliseconds, and a bar on a common axis. Spans
+    of one kind of which there are many share a line."""
+    lines = list(_lines(trace))
+    labels = max(len(it.label) for it in lines)
+    width = max(10, columns - labels - len("  12345.6 ms  "))
+    begin = min(it.start_ns for it in trace.spans)
+    end = max(it.end_ns for it in trace.spans)
+    texts = [
+        f"{it.label:<{labels}}  {sum(s.duration_ns for s in it.spans) / 1e6:7.1f} ms  "
+        + _bar(it.spans, begin, end, width).rstrip()
+        for it in lines
+    ]
+    return "\n".join([_title(trace), *texts])
+
+
+def _title(trace: Trace) -> str:
+    told = trace.root.attributes
+    tokens = " + ".join(
+        f"{told[key]} {what}"
+        for key, what in (
+            ("gen_ai.usage.input_tokens", "prompt"),
+            ("gen_ai.usage.output_tokens", "answer tokens"),
+        )
+        if key in told
+    )
+    error = f", {told['error.type']}" if "error.type" in told else ""
+    return f"trace {trace.trace_id}  {trace.request_id}  {tokens}{error}"
+
+
+def _process(span: Span) -> str:
+    name = span.service.removeprefix("csps-")
+    return name if span.rank is None else f"{name} {span.rank}"
+
+
+def _lines(trace: Trace) -> Iterator[Line]:
+    known = {span.span_id for span in trace.spans}
+    children: dict[str, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        parent = span.parent_id or ""
+        children[parent if parent in known else ""].append(span)
+    return _below("", 0, children)
+
+
+def _below(parent: str, depth: int, children: dict[str, list[Span]]) -> Iterator[Line]:
+    alike: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in children[parent]:
+        alike[_process(span), span.name].append(span)
+    for some in alike.values():
+        leaves = not any(children[span.span_id] for span in some)
+        for group in [some] if leaves and len(some) >= MANY else [[it] for it in some]:
+            yield Line(depth, group)
+            for span in group:
+                yield from _below(span.span_id, depth + 1, children)
+
+
+def _bar(spans: Iterable[Span], begin: int, end: int, width: int) -> str:
+    """Each column as full as its time is covered."""
+    column_ns = max(1.0, (end - begin) / width)
+    covered = [0.0] * width
+    for span in spans:
+        at, stop = span.start_ns - begin, max(span.end_ns, span.start_ns + 1) - begin
+        for column in range(int(at / column_ns), min(width, int(stop / column_ns) + 1)):
+            left, right = column * column_ns, (column + 1) * column_ns
+            covered[column] += max(0.0, min(stop, right) - max(at, left)) / column_ns
+    return "".join(BLOCKS[_eighths(share)] for share in covered)
+
+
+def _eighths(share: float) -> int:
+    """None only where nothing is."""
+    return min(8, max(1, round(8 * share))) if share else 0

@@ -1,0 +1,121 @@
+"""The span of a request, as its client sees and steers it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine
+from live_server import serving
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from csps.protocols.errors import QueueFull
+from csps.protocols.trace_context import wants_timeline
+from csps.services.http.api import Api
+from csps.services.http.request_parser import RequestParser
+from csps.services.launch.credentials import ApiKeys, TimelineClients
+from csps.services.launch.settings import Settings, TelemetrySettings
+from csps.services.telemetry import request_trace
+from csps.services.telemetry.metrics import Metrics
+from csps.services.telemetry.tracing import make_provider
+
+ASKED = {"traceparent": f"00-{7:032x}-{9:016x}-01", "tracestate": "vendor=7,csps=timeline"}
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    exporter = InMemorySpanExporter()
+    provider = make_provider("csps-router", TelemetrySettings(), InMemorySpanExporter())
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(request_trace, "_TRACER", provider.get_tracer("test"))
+    return exporter
+
+
+class Server:
+    def __init__(self, model: Path) -> None:
+        parser = RequestParser(Settings(model=str(model), served_model_name="tiny"))
+        self.engine = FakeEngine(parser.tokenizer, "Yes.")
+        self.options: dict[str, Any] = {
+            "parser": parser,
+            "engine": self.engine,
+            "keys": ApiKeys([]),
+            "metrics": Metrics("tiny"),
+            "max_body_bytes": 1_000_000,
+        }
+
+    async def ask(self, headers: dict[str, str], **options: Any) -> dict[str, Any]:
+        api = Api(**{**self.options, **options})
+        body = {"model": "tiny", "prompt": "Say it.", "max_tokens": 3}
+        async with serving(api.app()) as url, httpx.AsyncClient(base_url=url) as client:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        told: dict[str, Any] = answer.json()
+        return told
+
+
+@pytest.fixture
+def server(tiny_llama: Path) -> Server:
+    return Server(tiny_llama)
+
+
+def named(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+async def test_the_clients_trace_goes_on(server: Server, spans: InMemorySpanExporter) -> None:
+    told = await server.ask(ASKED)
+    found = named(spans)
+    request = found["llm_request"]
+    assert request.parent is not None
+    assert (request.context.trace_id, request.parent.span_id) == (7, 9)
+    assert request.attributes is not None
+    assert request.attributes["gen_ai.response.id"] == told["id"]
+    assert request.attributes["gen_ai.response.finish_reasons"] == ("length",)
+    for name in ("receive", "tokenize"):
+        assert found[name].parent == request.context
+    assert request.start_time == found["receive"].start_time
+
+
+async def test_an_error_has_the_type_that_the_client_was_told(
+    server: Server, spans: InMemorySpanExporter
+) -> None:
+    server.engine.refusal = QueueFull("full", retry_after_s=1.0)
+    told = await server.ask({})
+    attributes = named(spans)["llm_request"].attributes
+    assert attributes is not None
+    assert attributes["error.type"] == told["error"]["code"] == "queue_full"
+
+
+KEY = {"authorization": "Bearer friend"}
+
+
+@pytest.mark.parametrize(
+    ("clients", "headers", "timeline"),
+    [
+        ("everyone", {}, True),
+        ("nobody", KEY, False),
+        ("keys", KEY, True),
+        ("keys", {"authorization": "Bearer other"}, False),
+        ("keys", {}, False),
+    ],
+)
+async def test_who_may_ask_for_a_timeline_is_a_setting(
+    server: Server,
+    spans: InMemorySpanExporter,
+    tmp_path: Path,
+    clients: str,
+    headers: dict[str, str],
+    timeline: bool,
+) -> None:
+    if clients == "keys":
+        file = tmp_path / "keys"
+        file.write_text("friend\n")
+        clients = str(file)
+    await server.ask({**ASKED, **headers}, timeline_clients=TimelineClients.load(clients))
+    context = named(spans)["llm_request"].context
+    assert wants_timeline(context) is timeline
+    assert context.trace_state["vendor"] == "7"
+    assert context.trace_id == 7

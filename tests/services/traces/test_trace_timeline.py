@@ -1,0 +1,225 @@
+"""From what a rank does to spans, to files of OTLP-JSON, and to a timeline that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from perfetto_rows import by_row, crossings
+
+from csps.actors import timeline_export as engine_export
+from csps.actors.job_clock import JobClock
+from csps.actors.sent_bytes import SentBytes
+from csps.actors.timeline import Event
+from csps.protocols.prefill_job import PrefillJob
+from csps.services.telemetry.traces.perfetto import trace_events
+from csps.services.telemetry.traces.span_file import SpanFile
+from csps.services.telemetry.traces.spans import Span, Trace, read_spans, traces
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+SAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-01"}
+UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-00f067aa0ba902b7-00"}
+STATE = {"tracestate": "vendor=7,csps=timeline"}
+TIMELINE = {**SAMPLED, **STATE}
+MS = 1_000_000
+EVENTS = (
+    Event("qkv", 1 * MS, 2 * MS, 0),
+    Event("first all-to-all", 2 * MS, 6 * MS, 0, 2, 1),
+    Event("attention", 2 * MS, 5 * MS, 0, 1, cpu_ns=2 * MS),
+    Event("wait", 5 * MS, 6 * MS, 0, 2, 1),
+)
+
+
+class CountingMesh:
+    """As much of a mesh as a job's span reads."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = [7, 7]
+
+
+class Written:
+    """A file of this test's spans, and what is read back."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def spans(self) -> list[Span]:
+        return list(read_spans([self._path])) if self._path.exists() else []
+
+    @property
+    def trace(self) -> Trace:
+        (one,) = traces(self.spans)
+        return one
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Written]:
+    """Spans of this test, with an SDK of its own."""
+    path = tmp_path / "spans.jsonl"
+    provider = TracerProvider(resource=Resource({"service.name": "csps-prefill"}))
+    provider.add_span_processor(SimpleSpanProcessor(SpanFile(path)))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield Written(path)
+    provider.shutdown()
+
+
+def _run_job(carrier: dict[str, str], *, rank: int = 0) -> JobClock:
+    """A job that does what EVENTS say, if anybody listens."""
+    job = PrefillJob(job_id=3, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=carrier)
+    clock, mesh = JobClock(), CountingMesh()
+    timeline = clock.timeline  # as a strategy keeps it from before the job begins
+    sent = SentBytes(mesh)  # type: ignore[arg-type]
+    with engine_export.traced_job(job, clock, sent, rank=rank):
+        for event in EVENTS:
+            timeline.add(event)
+        mesh.bytes_sent[1 - rank] += 1000
+        mesh.bytes_sent[rank] += 10
+        clock.communication_s, clock.exchange_s = 0.001, 0.004
+    return clock
+
+
+def test_phases_lie_below_their_job_in_the_requests_trace(written: Written) -> None:
+    _run_job(TIMELINE)
+    job, *phases = sorted(written.spans, key=lambda it: it.is_phase)
+    assert job.name == "prefill.compute"
+    assert {span.trace_id for span in (job, *phases)} == {TRACE_ID}
+    assert {span.parent_id for span in phases} == {job.span_id}
+    assert [span.name for span in phases] == [f"prefill.{event.name}" for event in EVENTS]
+    assert [(it.start_ns, it.end_ns) for it in phases] == [(e.start_ns, e.end_ns) for e in EVENTS]
+
+
+@pytest.mark.parametrize("carrier", [{}, UNSAMPLED, {**UNSAMPLED, **STATE}])
+def test_nothing_is_noted_of_a_job_that_is_not_sampled(
+    carrier: dict[str, str], written: Written
+) -> None:
+    clock = _run_job(carrier)
+    assert not clock.timeline.on
+    assert clock.timeline.events == []
+    assert written.spans == []
+
+
+def test_an_untraced_job_inside_of_a_traced_one_notes_nothing(written: Written) -> None:
+    """An urgent job runs inside of the span of the job that it interrupts."""
+    outer = PrefillJob(job_id=2, group=(0, 1), bounds=(0, 2, 4), pieces=(), trace=TIMELINE)
+    sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
+    with engine_export.traced_job(outer, JobClock(), sent, rank=0):
+        inner = _run_job({})
+    assert not inner.timeline.on
+    (span,) = written.spans
+    assert span.attributes["csps.bytes_sent"] == [0, 0]
+
+
+@pytest.mark.parametrize("state", [{}, {"tracestate": "csps=other,vendor=timeline"}])
+def test_a_trace_that_asks_for_no_timeline_has_the_jobs_costs_alone(
+    state: dict[str, str], written: Written
+) -> None:
+    clock = _run_job({**SAMPLED, **state})
+    assert (clock.timeline.on, clock.timeline.events) == (False, [])
+    (job,) = written.spans
+    assert job.name == "prefill.compute"
+    assert job.attributes["csps.bytes_sent"] == [10, 1000]
+
+
+def test_a_job_that_fails_says_with_what(written: Written) -> None:
+    job = PrefillJob(job_id=3, group=(0,), bounds=(0, 2), pieces=(), trace=SAMPLED)
+    sent = SentBytes(CountingMesh())  # type: ignore[arg-type]
+    with (
+        pytest.raises(KeyError),
+        engine_export.traced_job(job, JobClock(), sent, rank=0),
+    ):
+        raise KeyError("no such layer")
+    (span,) = written.spans
+    assert (span.failed, span.attributes["error.type"]) == (True, "KeyError")
+
+
+def test_the_timeline_has_the_phases_of_both_ranks(written: Written) -> None:
+    _run_job(TIMELINE, rank=0)
+    _run_job(TIMELINE, rank=1)
+    events = json.loads(json.dumps(trace_events(written.trace)))
+    rows = by_row(events)
+    assert {process for process, _ in rows} == {"prefill rank 0", "prefill rank 1"}
+    for rank in (0, 1):
+        compute = rows[f"prefill rank {rank}", "compute"]
+        assert [it["name"] for it in compute] == ["qkv", "attention", "wait"]
+        # Microseconds, as the format wants them.
+        (exchange,) = rows[f"prefill rank {rank}", "first all-to-all"]
+        assert (exchange["ts"], exchange["dur"]) == (2000, 4000)
+        assert exchange["args"] == {"layer": 0, "level": 2, "micro": 1, "bytes": 0}
+        assert [it["name"] for it in rows[f"prefill rank {rank}", "jobs"]] == ["prefill.compute"]
+
+
+def span(name: str, start: int, end: int, service: str = "csps-router", **more: Any) -> Span:
+    """Milliseconds."""
+    rank: Mapping[str, Any] = {"csps.rank": more["rank"]} if "rank" in more else {}
+    return Span(
+        name=name,
+        trace_id=TRACE_ID,
+        span_id=more.get("id", name),
+        parent_id=more.get("parent"),
+        start_ns=start * MS,
+        end_ns=end * MS,
+        failed=False,
+        attributes={"service.name": service, **rank},
+    )
+
+
+def test_spans_of_a_service_that_cross_are_on_several_rows() -> None:
+    spans = (
+        span("request", 0, 9),
+        span("queue", 0, 2),
+        span("prefill", 2, 6),
+        span("attach", 4, 8),
+        span("last", 9, 10),
+    )
+    events = trace_events(Trace(spans))
+    assert crossings(events) == []
+    assert {row: [it["name"] for it in its] for row, its in by_row(events).items()} == {
+        ("router", "spans"): ["request", "queue", "prefill", "last"],
+        ("router", "spans 2"): ["attach"],
+    }
+
+
+def test_arrows_lead_from_process_to_process() -> None:
+    """To what was begun elsewhere, and from each rank's prefill to where KV has landed."""
+    spans = (
+        span("llm_request", 0, 100),
+        span("queue", 0, 10, parent="llm_request"),
+        span("kv.landing", 11, 61, "csps-decode", parent="llm_request", rank=0),
+        *(
+            span(
+                "prefill.compute",
+                12,
+                50 + rank,
+                "csps-prefill",
+                parent="llm_request",
+                rank=rank,
+                id=f"p{rank}",
+            )
+            for rank in (0, 1)
+        ),
+    )
+    events = trace_events(Trace(spans))
+    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
+    ends: dict[int, dict[str, tuple[str, float]]] = defaultdict(dict)
+    for it in events:
+        if it["ph"] in "sf":
+            ends[it["id"]][it["ph"]] = (names[it["pid"]], it["ts"])
+    arrows = sorted((*it["s"], *it["f"]) for it in ends.values())
+    assert arrows == [
+        ("prefill rank 0", 49_999, "decode rank 0", 60_999),
+        ("prefill rank 1", 50_999, "decode rank 0", 60_999),
+        ("router", 11_000, "decode rank 0", 11_000),
+        ("router", 12_000, "prefill rank 0", 12_000),
+        ("router", 12_000, "prefill rank 1", 12_000),
+    ]
+    for it in ends.values():
+        assert it["s"][1] <= it["f"][1]
