@@ -56,7 +56,7 @@ def main() -> None:
     requests = _requests(arguments)
     expected = simulate(load_cluster(cluster), arguments.policy, options_of(options), requests)
     with served(cluster, arguments.policy, *options) as server:
-        answers = uvloop.run(_ask(server.port, requests.requests))
+        answers = uvloop.run(ask_all(server.port, requests.requests))
     simulated_ms = [it.ttft_ns / 1e6 for it in expected.outcomes]
     live_ms = [it.ttft_s * 1e3 for it in answers]
     rows = [
@@ -106,7 +106,8 @@ def _requests(arguments: argparse.Namespace) -> Fitted:
     return generate(drawn, arguments.requests, arrivals=arrivals, seed=arguments.seed, size=size)
 
 
-async def _ask(port: int, requests: Sequence[Request]) -> list[Answer]:
+async def ask_all(port: int, requests: Sequence[Request]) -> list[Answer]:
+    """Each at its time, on a connection of its own."""
     warm_up = Connection(port)
     await warm_up.open()
     for _ in range(10):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from paced import compare, processes
+from paced import compare, processes, tetris
 from paced.clock import PacedTimeline
 from paced.decode import PacedDecode
 from paced.http_client import Connection
 from paced.prefill import PacedPrefill
 from paced.ranks import Words
 
+from csps.loadgen.results.files import read_result
 from csps.loadgen.simulator.cluster_file import parse_cluster
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import CancelRequest, JoinBatch, Reserve
@@ -242,3 +245,18 @@ async def test_the_router_serves_from_paced_ranks(name: str, policy: str) -> Non
     assert whole.status == 200
     assert b'"completion_tokens":5' in whole.body
     assert server.after["left"] == 0
+
+
+@pytest.mark.slow
+def test_tetris_traces_reach_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts cut in chunks and whole ones, a result each and the table."""
+    names = ["tetris", "fixed_sp 16"]
+    options = ["--traces", "long", "--policies", *names, "--seconds", "2"]
+    monkeypatch.setattr("sys.argv", ["tetris.py", *options, "--results", str(tmp_path)])
+    tetris.main()
+    rows = json.loads((tmp_path / "paced-tetris.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == names
+    for name, row in zip(names, rows, strict=True):
+        result = read_result(tmp_path / f"paced-long-{name.replace(' ', '')}.json")
+        assert result["completed"] == row["requests"] == 4
+        assert result["p50_ttft_ms"] == pytest.approx(1e3 * row["p50_s"], abs=1)
