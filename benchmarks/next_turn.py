@@ -1,12 +1,14 @@
 """TTFT of a conversation's second turn against its first, on the deployed server over HTTP.
 
-    python benchmarks/next_turn.py [--tokens 16384 32768] [--new 200] [--rounds 5] [--json FILE]
+    python benchmarks/next_turn.py [--tokens 16384 32768] [--new 200] [--rounds 5] [--ride 512]
+        [--json FILE]
 
 The first turn is a prompt of so many tokens that nobody has sent before. The second one sends it
 again with the answer and some new tokens behind it, as a client does that keeps a conversation.
 `share` is the median of the second turn's time to the first token over the first turn's;
 `cached` the tokens that the second turn did not compute, by its own `usage`. `without` is the
-second turn's share on the same server with another `cache_salt`, which may reuse nothing.
+second turn's share on the same server with another `cache_salt`, which may reuse nothing. With
+`--ride` the decode gang may compute new tokens, up to so many (`decode.prefill_tokens_max`).
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ def main() -> None:
     args = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or wide_checkpoint.make(Path(folder) / "wide")
-        with deployed(_settings(model, args.elastic)) as url, httpx.Client(base_url=url) as client:
+        with deployed(_settings(model, args)) as url, httpx.Client(base_url=url) as client:
             rows = [_measure(client, it, args.new, args.rounds) for it in args.tokens]
-    report.publish({"benchmark": "next turn", "elastic": args.elastic}, rows, args.json)
+    about = {"benchmark": "next turn", "elastic": args.elastic, "ride": args.ride}
+    report.publish(about, rows, args.json)
 
 
 def _arguments() -> argparse.Namespace:
@@ -44,13 +47,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, help="default: a random Llama made for this")
     parser.add_argument("--elastic", action="store_true", help="one elastic gang of two instances")
+    parser.add_argument("--ride", type=int, default=0, metavar="TOKENS", help="not if elastic")
     return report.with_json_option(parser).parse_args()
 
 
-def _settings(model: Path, elastic: bool) -> dict[str, object]:
+def _settings(model: Path, args: argparse.Namespace) -> dict[str, object]:
     gang = {"instances": 2, "threads": 1}
-    gangs = {"elastic": gang} if elastic else {"prefill": gang, "decode": gang}
-    policy = {"scheduling": {"policy": "chunked_prefill"}} if elastic else {}
+    decode = {**gang, "prefill_tokens_max": args.ride}
+    gangs = {"elastic": gang} if args.elastic else {"prefill": gang, "decode": decode}
+    policy = {"scheduling": {"policy": "chunked_prefill"}} if args.elastic else {}
     kept = {"kv_reuse": {"enabled": True}}
     return {"model": str(model), "served_model_name": "m", **gangs, **policy, **kept}
 

@@ -1,7 +1,8 @@
 """Rings of context parallelism: pass-KV against pass-Q, both against Ulysses, work by layout.
 
     python benchmarks/ring_variants.py [--model wide|needle] [--context 16384] [--ranks 2]
-        [--misses 1 2.5 5 10 20 40 70 100] [--rounds 3] [--json FILE]
+        [--misses 1 2.5 5 10 20 40 70 100] [--held-out 1.5 3.5 7] [--rounds 3]
+        [--tables misses layouts scaling] [--json FILE]
     sudo python benchmarks/ring_variants.py --link 800mbit ...
     python benchmarks/ring_variants.py --smoke
 
@@ -10,7 +11,10 @@ each of the two servers of the testbed (`benchmarks/testbed`). Three tables:
 
 `misses`   TTFT of a prefill whose context is so long, so many per cent of it new, by both variants,
            and which of them the rule takes that was fitted to these points (CP App. D). What is not
-           new was computed before by the same strategy, and lies where it was
+           new was computed before by the same strategy, and lies where it was. Points of
+           `--held-out` are measured in the same way, after the others, and the rule is not fitted
+           to them: `good_choices_held_out` is the share of them of which it takes the faster
+           variant, or one that is less than 3 % slower
 `layouts`  a whole prompt by each strategy in each layout: TTFT, pairs of a query and a key that
            ranks compute, the most over the mean, and their computing times likewise
 `scaling`  one rank against all of them, by rings in zigzag and by Ulysses (not with `--link`)
@@ -69,7 +73,8 @@ LAYOUTS_OF = {
     "ring_kv": ("contiguous", "zigzag", "striped"),
     "ring_q": ("contiguous", "zigzag", "striped"),
 }
-SMOKE = ["--context", "1024", "--misses", "5", "100", "--rounds", "1"]
+SMOKE = ["--context", "1024", "--misses", "5", "100", "--held-out", "20", "--rounds", "1"]
+TABLES = ["misses", "layouts", "scaling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +160,8 @@ class TwoServers:
 class Measured:
     """Rows of each kind."""
 
-    misses: list[Row]
-    layouts: list[Row]
+    misses: list[Row] = field(default_factory=list)
+    layouts: list[Row] = field(default_factory=list)
     scaling: list[Row] = field(default_factory=list)
 
 
@@ -172,7 +177,6 @@ def main() -> None:
     args = _arguments()
     with _model(args.model) as model:
         measured = _on_two_servers(model, args) if args.link else _in_one_group(model, args)
-    points = list(map(_point, measured.misses))
     result: dict[str, Any] = {
         "benchmark": "ring_variants",
         "model": args.model,
@@ -182,13 +186,14 @@ def main() -> None:
         "layouts": measured.layouts,
         "scaling": measured.scaling,
     }
-    rule = fit_rule(points)
+    rule = fit_rule([_point(it) for it in measured.misses if not it["held_out"]])
     if rule is not None:
-        lost = [regret(rule, it) for it in points]
         result["rule"] = {"alpha": rule.alpha, "beta": rule.beta, "gamma": rule.gamma}
-        result["good_choices"] = sum(it <= CLOSE for it in lost) / len(lost)
-        for row, point, loss in zip(measured.misses, points, lost, strict=True):
-            row |= {"chosen": rule.choose(point.new, point.history), "lost": loss}
+        for row in measured.misses:
+            point = _point(row)
+            row |= {"chosen": rule.choose(point.new, point.history), "lost": regret(rule, point)}
+        result["good_choices"] = _good([it for it in measured.misses if not it["held_out"]])
+        result["good_choices_held_out"] = _good([it for it in measured.misses if it["held_out"]])
     for rows in (measured.layouts, measured.scaling):
         report.print_table(rows)
         print()
@@ -204,6 +209,11 @@ def _arguments() -> argparse.Namespace:
         "--misses", type=float, nargs="+", default=[1, 2.5, 5, 10, 20, 40, 70, 100],
         help="per cent of the context that is new",
     )  # fmt: skip
+    parser.add_argument(
+        "--held-out", type=float, nargs="*", default=[],
+        help="the same of points that the rule is not fitted to",
+    )  # fmt: skip
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--link", help="rate between two servers, such as 800mbit")
     parser.add_argument("--smoke", action="store_true", help="see that it works")
@@ -225,9 +235,7 @@ def _on_two_servers(model: Path, args: argparse.Namespace) -> Measured:
         options = GangOptions(model_dir=model, kv_slots=args.context)
         async with prefill_gang(bed, options) as gang:
             ranks = TwoServers(gang)
-            return Measured(
-                misses=await _misses(ranks, args), layouts=await _layouts(ranks, model, args)
-            )
+            return await _measured(ranks, None, model, args)
 
     with (
         two_servers(Link.parse(args.link)) as bed,
@@ -239,13 +247,23 @@ def _on_two_servers(model: Path, args: argparse.Namespace) -> Measured:
 def _in_one_group(model: Path, args: argparse.Namespace) -> Measured:
     async def measure() -> Measured:
         async with _groups(model, args) as (one, several):
-            return Measured(
-                misses=await _misses(several, args),
-                layouts=await _layouts(several, model, args),
-                scaling=await _scaling(one, several, args),
-            )
+            return await _measured(several, one, model, args)
 
     return asyncio.run(measure())
+
+
+async def _measured(
+    ranks: Ranks, one: Ranks | None, model: Path, args: argparse.Namespace
+) -> Measured:
+    """The tables that were asked for; `one` is a gang of one rank, if there is any."""
+    measured = Measured()
+    if "misses" in args.tables:
+        measured.misses.extend(await _misses(ranks, args))
+    if "layouts" in args.tables:
+        measured.layouts.extend(await _layouts(ranks, model, args))
+    if "scaling" in args.tables and one is not None:
+        measured.scaling.extend(await _scaling(one, ranks, args))
+    return measured
 
 
 @asynccontextmanager
@@ -269,7 +287,8 @@ def _prompt(length: int, seed: int) -> np.ndarray:
 async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
     await _warm_up(ranks, args)
     rows = []
-    for percent in args.misses:
+    percents = [*((it, False) for it in args.misses), *((it, True) for it in args.held_out)]
+    for percent, held_out in percents:
         new = max(ranks.count, round(args.context * percent / 100))
         found: dict[str, list[Timed]] = defaultdict(list)
         for seed in range(args.rounds):
@@ -277,7 +296,7 @@ async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
                 prompt = _prompt(args.context, seed)
                 found[ring].append(await ranks.prefill(prompt, ring, "zigzag", args.context - new))
         rows.append(
-            {"ranks": ranks.count, "new": new, "history": args.context - new}
+            {"ranks": ranks.count, "new": new, "history": args.context - new, "held_out": held_out}
             | {f"{ring}_s": _median(found[ring]) for ring in RINGS}
             | {f"{ring}_waited_s": _waited(found[ring]) for ring in RINGS}
         )
@@ -285,6 +304,7 @@ async def _misses(ranks: Ranks, args: argparse.Namespace) -> list[Row]:
 
 
 async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[Row]:
+    await _warm_up(ranks, args)
     found: dict[tuple[str, str], list[Timed]] = defaultdict(list)
     ways = [(strategy, layout) for strategy, kinds in LAYOUTS_OF.items() for layout in kinds]
     for seed in range(args.rounds):
@@ -318,8 +338,9 @@ async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[
     ]
 
 
-async def _scaling(one: OneGroup, several: OneGroup, args: argparse.Namespace) -> list[Row]:
+async def _scaling(one: Ranks, several: Ranks, args: argparse.Namespace) -> list[Row]:
     await _warm_up(one, args)
+    await _warm_up(several, args)
     ways = [("ulysses", "contiguous"), *((ring, "zigzag") for ring in RINGS)]
     alone: list[Timed] = []
     found: dict[str, list[Timed]] = defaultdict(list)
@@ -364,6 +385,11 @@ def _median(found: Sequence[Timed]) -> float:
 
 def _waited(found: Sequence[Timed]) -> float:
     return statistics.median(it.waited_s for it in found)
+
+
+def _good(rows: Sequence[Row]) -> float | None:
+    """Of how many of them the rule takes the better variant, or one as good; None of none."""
+    return sum(it["lost"] <= CLOSE for it in rows) / len(rows) if rows else None
 
 
 def _point(row: Row) -> RingPoint:

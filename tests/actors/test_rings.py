@@ -261,6 +261,7 @@ def test_equals_dense_attention_by_the_rules_of_nccl(strategy: str, case: Case, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("strategy", RINGS)
 @settings(max_examples=examples(1000), suppress_health_check=relaxed)
 @given(cases())
