@@ -2,6 +2,14 @@
 
 Used by every decode iteration, and by a prefill's last layer, where the last row of a prompt is
 all that must be computed.
+
+CP Alg. 4 passes a batch's queries around a ring, N - 1 hops one after another, and returns answers
+by an all-to-all. Here queries go straight to whoever holds KV of their rows, all at once. Bytes: a
+ring sends every master's queries N - 1 times; so does this if all hold some of every row, and less
+if not. Latency: one send before the last holder can begin, in place of N - 1, and decoding is
+latency: a row of 32 heads of 128 in bf16 is 8 KiB. A ring pays where messages are so large that
+each hop hides behind attention, which is prefill's case (`ring_q.py`). What each holder computes,
+how answers return and how they are merged is the same.
 """
 
 from __future__ import annotations

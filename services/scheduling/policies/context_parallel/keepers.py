@@ -1,6 +1,6 @@
-"""Who keeps what of the requests that a gang decodes: ring pass-Q decode (CP §3.6, Alg. 4).
+"""Who keeps what of the requests that a gang decodes: pass-Q decode (CP §3.6, Alg. 4).
 
-Queries of a batch go round all instances that hold KV, which therefore should be as even as can be.
+Queries of a batch go to all instances that hold KV, which therefore should be as even as can be.
 A prompt's KV is spread over the whole gang, or stays where it was computed on a gang that does
 both. The KV of an answer's tokens goes to the instances in turns, while the tokens are drawn in one
 place.
