@@ -7,14 +7,20 @@ from dataclasses import dataclass, field
 
 from scheduler_cell import gang_up
 
+from csps.loadgen.simulator.kept_kv import KeptKv
+from csps.loadgen.simulator.slots import Slots
 from csps.protocols.group_shape import GroupShape
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Blocked, Decision, Policy, StartPlan, Trial
+from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
+from csps.services.scheduling.prefix.settings import BLOCK_TOKENS, ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.shares import own
 from csps.services.scheduling.state import Line
+from csps.services.scheduling.step_shares import rows_of
 from csps.services.scheduling.view import PairView, View
 
 MS = 1_000_000
@@ -77,14 +83,22 @@ class TimedCell:
         latencies: Unmeasured,
         *,
         measured: float = 1.0,
+        block: int = 0,
     ) -> None:
+        """`block`: KV is kept, in multiples of it."""
         self.policy, self.latencies, self._measured = Watched(policy), latencies, measured
         self.scheduler = Scheduler(
             self.policy,
             Costs(CostTable(latencies=latencies)),
             limits=QueueLimits(max_waiting=10_000, max_waiting_tokens=1 << 40),
             deadlines=FOREVER,
+            reuse=ReuseSettings(enabled=block > 0, block_tokens=block or BLOCK_TOKENS),
         )
+        self._kept = {
+            gang: KeptKv(Slots([1 << 40] * len(slots)))
+            for gang, slots in ((1, prefill), (2, decode))
+        }
+        self._instances = {1: len(prefill), 2: len(decode)}
         self.now_ns = 0
         self.steps: dict[int, Running] = {}
         self.ended_steps: list[Running] = []
@@ -105,12 +119,23 @@ class TimedCell:
     def predicted_ns(self, step: cmd.RunStep) -> int:
         """What the policy has reckoned with."""
         shape = GroupShape((len(step.group),))
-        return CostTable(latencies=self.latencies).best("exact", shape, 0, step.bounds[-1]).time_ns
+        table, history = CostTable(latencies=self.latencies), step.pieces[0].start
+        return table.best("exact", shape, history, step.bounds[-1]).time_ns
 
-    def play(self, arrivals: list[tuple[int, int, int]]) -> None:
-        """Requests 1, 2, ...: (time in ns, prompt, output)."""
+    def play(
+        self, arrivals: list[tuple[int, int, int]], hashes: Sequence[tuple[bytes, ...]] = ()
+    ) -> None:
+        """Requests 1, 2, ...: (time in ns, prompt, output); and what their prompts begin with."""
         coming = [
-            (at_ns, ev.Submitted(request=number, prompt_tokens=prompt, output_tokens=output))
+            (
+                at_ns,
+                ev.Submitted(
+                    request=number,
+                    prompt_tokens=prompt,
+                    output_tokens=output,
+                    hashes=hashes[number - 1] if hashes else (),
+                ),
+            )
             for number, (at_ns, prompt, output) in enumerate(arrivals, 1)
         ]
         wake_at_ns: int | None = None
@@ -142,9 +167,24 @@ class TimedCell:
             for sequence in command.joined:
                 tokens = self._reserved[sequence].output_tokens - 1
                 self._answers[sequence] = self.now_ns + tokens * self.latencies.iteration_time_ns
+        elif isinstance(command, cmd.Keep | cmd.Release):
+            self._keep(command)
         else:
             assert isinstance(command, cmd.Cancel), command  # of an answer of one token
             self._free(command.sequence)
+
+    def _keep(self, command: cmd.Keep | cmd.Release) -> None:
+        kept = self._kept[command.gang]
+        if isinstance(command, cmd.Keep):
+            reserve = self._reserved[command.sequence]
+            stop = reserve.prompt_tokens + reserve.output_tokens
+            answer = reserve.answer or (cmd.Share(reserve.master, reserve.prompt_tokens, stop),)
+            kept.add(command.sequence, (*own(reserve.shares), *answer))
+        left = kept.obey(command)
+        for index in range(self._instances[command.gang]):
+            it = instance_id(command.gang, index)
+            tokens = left.get(it, 0)
+            self._events.append(ev.Kept(sequence=command.sequence, instance=it, tokens=tokens))
 
     def _at_work(self) -> Iterator[Running]:
         """Steps that go on: at the head of the line on all their instances."""
@@ -187,12 +227,14 @@ class TimedCell:
         self.ended_steps.append(step)
         step.ended_ns = self.now_ns
         took_ns = round(self.predicted_ns(step.command) * self._measured)
-        for piece in step.command.pieces:
+        for piece, rows in zip(step.command.pieces, rows_of(step.command), strict=True):
             reserve = self._reserved[piece.sequence]
+            if piece.stays:
+                self._kept[1].add(piece.sequence, rows)
             self._events.append(ev.FirstToken(sequence=piece.sequence))
             self._events += [
                 ev.Landed(sequence=piece.sequence, instance=it.instance, tokens=it.stop - it.start)
-                for it in reserve.shares
+                for it in own(reserve.shares)
             ]
             if reserve.output_tokens == 1:
                 self.finished[reserve.request] = self.now_ns
@@ -205,7 +247,8 @@ class TimedCell:
         reserve = self._reserved[sequence]
         self.finished[reserve.request] = self.now_ns
         self._events.append(ev.Finished(sequence=sequence, drawn=reserve.output_tokens))
-        self._free(sequence)
+        if not reserve.stays:
+            self._free(sequence)
 
     def _free(self, sequence: int) -> None:
         reserve = self._reserved[sequence]

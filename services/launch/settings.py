@@ -80,6 +80,10 @@ class DecodeSettings(GangSettings):
     """Tokens whose KV an instance can hold; a request may be spread over several."""
     silence_deadline_s: Seconds = 120.0
     """A gang is replaced when it owes tokens or slots and was silent for so long."""
+    prefill_tokens_max: Annotated[int, Field(ge=0)] = 0
+    """Longest end of a prompt that it may compute itself, if it has kept all that comes before and
+    so is done sooner than the gang that computes prompts; 0: none. Answers wait for it, as long as
+    an instance takes for so many tokens."""
 
 
 class ElasticSettings(GangSettings):
@@ -92,6 +96,9 @@ class ElasticSettings(GangSettings):
     silence_deadline_s: Seconds = 120.0
     """As of a gang that decodes."""
 
+
+RIDES = "prefill_tokens_max"
+"""An option of policies that is a setting of the gang that decodes."""
 
 AnyGang = PrefillSettings | DecodeSettings | ElasticSettings
 
@@ -114,6 +121,8 @@ class SchedulingSettings(Section):
 
     @model_validator(mode="after")
     def _policy_takes_the_options(self) -> Self:
+        if RIDES in self.options:
+            raise ConfigError(f"{RIDES} stands under decode, not under scheduling")
         make_policy(self.policy, self.options, beside=type(self).model_fields)
         if self.options.get("move_us_per_1k_tokens"):
             raise ConfigError(
@@ -307,6 +316,17 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _ends_of_prompts_can_be_decoded_on(self) -> Self:
+        if self.policy_options.get(RIDES):
+            if not self.kv_reuse.enabled:
+                raise ValueError(f"decode.{RIDES}: kv_reuse.enabled is false, so nothing is kept")
+            try:
+                make_policy(self.scheduling.policy, self.policy_options)
+            except ConfigError as error:
+                raise ValueError(f"decode.{RIDES}: {error}") from None
+        return self
+
+    @model_validator(mode="after")
     def _topology_fits_the_gangs(self) -> Self:
         for role in get_args(GangRole):
             locations = getattr(self.topology, role)
@@ -322,6 +342,14 @@ class Settings(Section):
         if self.elastic is not None:
             return {"elastic": self.elastic}
         return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def policy_options(self) -> dict[str, Any]:
+        """What the policy is told, by the options' names."""
+        options = self.scheduling.options
+        if self.elastic is None and self.decode.prefill_tokens_max:
+            options[RIDES] = self.decode.prefill_tokens_max
+        return options
 
     @property
     def prefilling(self) -> PrefillSettings | ElasticSettings:

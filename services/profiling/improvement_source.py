@@ -21,7 +21,7 @@ def scheduling_options(settings: Settings) -> dict[str, Any]:
     Raises:
         ConfigError: the scaling information base is of another model or machine, or damaged.
     """
-    options = settings.scheduling.options
+    options = settings.policy_options
     wanted = options.get("improvement_rate", AUTO) == AUTO and "improvement_rates" not in options
     path = Path(settings.scaling_information_base)
     if settings.scheduling.policy != "tetris" or not wanted or not path.is_file():

@@ -42,7 +42,8 @@ def reserve_messages(sequence: LiveSequence, *, epoch: str) -> list[dict[str, An
     )
     messages = [pack(common)] * sequence.decode.world_size
     if command.rides:
-        message = pack(replace(common, prompt=token_bytes(known_tokens(running))))
+        to_compute = known_tokens(running)[command.cached :]
+        message = pack(replace(common, prompt=token_bytes(to_compute)))
         for rank in sequence.decode.ranks_of(common.master):
             messages[rank] = message
     return messages

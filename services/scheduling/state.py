@@ -246,6 +246,13 @@ class Sequence(Live, kw_only=True, eq=False):
         return self.moving is not None
 
     @property
+    def riding(self) -> int:
+        """Tokens of its prompt that iterations have still to compute, at most."""
+        if not self.rides or self.first_token_ns is not None:
+            return 0
+        return self.request.prompt_tokens - self.cached
+
+    @property
     def landed(self) -> bool:
         """Its first token was drawn and all its KV is where it is decoded."""
         return self.first_token_ns is not None and not self.unlanded

@@ -132,6 +132,11 @@ class SequenceView(Protocol):
         ...
 
     @property
+    def riding(self) -> int:
+        """Tokens of its prompt that iterations have still to compute, at most."""
+        ...
+
+    @property
     def moves(self) -> bool:
         """Its KV is on its way to other instances."""
         ...

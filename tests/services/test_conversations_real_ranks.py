@@ -11,13 +11,14 @@ import pytest
 from any_layout import AnyLayout
 from gang_threads import eventually
 from sent_headers import headers_sent, positions_of
-from test_service_real_ranks import ELASTIC, PAIR, Cell, answer, real_cell
+from test_service_real_ranks import ELASTIC, PAIR, POLICIES, Cell, answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.protocols.gang_members import GangRole
 from csps.protocols.sampling import Sampling
 from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.running import Generation, Running
+from csps.services.scheduling.cost import Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings
 
@@ -83,6 +84,7 @@ CELLS: list[tuple[str, tuple[GangRole, ...]]] = [
     ("context_parallel", ELASTIC),
     ("csps", PAIR),
     ("fixed_sp", PAIR),
+    ("tetris", PAIR),
     ("chunked_prefill", ELASTIC),
     ("chunked_prefill", PAIR),
 ]
@@ -102,13 +104,51 @@ async def test_a_turn_computes_what_is_new_and_says_the_same(
         assert later == [it // BLOCK * BLOCK for it in before]
 
 
-@pytest.mark.parametrize(("policy", "roles"), [("tetris", PAIR), ("loongserve", ELASTIC)])
-async def test_policies_that_reuse_nothing_lose_nothing(
-    tiny_llama: Path, policy: str, roles: tuple[GangRole, ...]
-) -> None:
-    """Their prompts stay as well, and go when there is no room for others."""
-    async with real_cell(tiny_llama, make_policy(policy), roles=roles, reuse=REUSE) as cell:
+async def test_a_policy_that_reuses_nothing_loses_nothing(tiny_llama: Path) -> None:
+    """Its prompts stay as well, and go when there is no room for others."""
+    async with real_cell(tiny_llama, "loongserve", roles=ELASTIC, reuse=REUSE) as cell:
         assert await talk(cell, tiny_llama, seed=1) == [0, 0, 0, 0]
+
+
+async def test_a_short_end_is_computed_by_all_holders_inside_of_a_long_step(
+    tiny_llama: Path,
+) -> None:
+    options = {**POLICIES["csps"], "short_tokens": 40, "jobs_per_instance": 1}
+    async with real_cell(tiny_llama, make_policy("csps", options), reuse=REUSE) as cell:
+        random = np.random.default_rng(4)
+        text, other = (random.integers(0, 256, length).tolist() for length in (300, 1200))
+        await answer(ask(cell, text))
+        await at_rest(cell)
+        long, end = ask(cell, other), ask(cell, [*text, *range(20)])
+        said = await asyncio.gather(answer(long), answer(end))
+        prompts = (other, [*text, *range(20)])
+        assert list(said) == [reference_tokens(tiny_llama, it, TOKENS) for it in prompts]
+        assert end.cached_tokens == 288
+        assert end.placement is not None
+        assert end.placement.group == (0, 1), "both have kept some"
+        await at_rest(cell)
+
+
+@pytest.mark.parametrize("policy", ["context_parallel", "csps"])
+async def test_a_short_turn_is_computed_where_it_is_decoded(tiny_llama: Path, policy: str) -> None:
+    """The gang that prefills has lost what it had of it. Of each later turn 20 tokens are new, and
+    the end of a block; nothing is sent."""
+    options = {**POLICIES[policy], "prefill_tokens_max": 20 + BLOCK}
+    made, by_tokens = make_policy(policy, options), Unmeasured(token_ns=10**9)
+    async with real_cell(
+        tiny_llama, made, mortal="prefill", reuse=REUSE, latencies=by_tokens
+    ) as cell:
+        text = np.random.default_rng(1).integers(0, 256, 70).tolist()
+        await answer(ask(cell, text))
+        await at_rest(cell)
+        cell.gangs["prefill"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        await cell.start_gang("prefill")
+        cell.publish()
+        await eventually(lambda: cell.service.ready)
+        with headers_sent() as sent:
+            assert await talk(cell, tiny_llama, seed=1) == [64, 64, 96, 112]
+        assert not sent
 
 
 @pytest.mark.parametrize("roles", [PAIR, ELASTIC])

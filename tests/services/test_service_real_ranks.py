@@ -117,11 +117,13 @@ async def real_cell(
     tp: int = 1,
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
+    latencies: Unmeasured | None = None,
 ) -> AsyncIterator[Cell]:
     """Two prefill and two decode ranks, linked; or other gangs.
 
     Args:
         mortal: role of the gang whose rank 1 is a process.
+        latencies: that the policy reckons with.
     """
     directory = StaticDirectory()
     cluster = Cluster(
@@ -131,7 +133,7 @@ async def real_cell(
         generations=MemoryGenerations(),
         roles=roles,
     )
-    costs = CostBook(CostTable(latencies=Unmeasured()), by_rules)
+    costs = CostBook(CostTable(latencies=latencies or Unmeasured()), by_rules)
     if isinstance(policy, str):
         policy = make_policy(policy, POLICIES[policy])
     scheduler = Scheduler(policy, costs.costs, reuse=reuse)

@@ -37,6 +37,19 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"prefill": {"tp": 2, "instances": 1}, "topology": {"prefill": ["0-0-0", "0-1-0"]}},
             "topology.prefill: ranks 0 to 1 are one instance, but rank 0 is at 0-0-0 and rank 1",
         ),
+        ({"decode": {"prefill_tokens_max": -1}}, "decode.prefill_tokens_max: Input should be"),
+        (
+            {"scheduling": {"prefill_tokens_max": 9}},
+            "scheduling: prefill_tokens_max stands under decode, not under scheduling",
+        ),
+        (
+            {"decode": {"prefill_tokens_max": 9}, "scheduling": {"policy": "fixed_sp"}},
+            "decode.prefill_tokens_max: policy fixed_sp",
+        ),
+        (
+            {"decode": {"prefill_tokens_max": 9}, "kv_reuse": {"enabled": False}},
+            "decode.prefill_tokens_max: kv_reuse.enabled is false, so nothing is kept",
+        ),
         ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: Input should be greater than or"),
         ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: Input should be a fini"),
         ({"scheduling": {"polcy": "csps"}}, "has no option 'polcy'; did you mean 'policy'?"),
@@ -119,3 +132,9 @@ def test_resolved_settings_are_the_same_everywhere(
     assert settings.model == str(tmp_path / "model")
     assert settings.model_name == "model"
     assert settings.telemetry.spans_dir == str(tmp_path / "run" / "traces")
+
+
+def test_a_setting_of_the_gang_that_decodes_is_an_option_of_the_policy() -> None:
+    settings = Settings.model_validate({"decode": {"prefill_tokens_max": 200}})
+    assert settings.policy_options == {"prefill_tokens_max": 200}
+    assert Settings.model_validate(ELASTIC).policy_options == {}

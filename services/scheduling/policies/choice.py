@@ -36,14 +36,18 @@ class _Known(NamedTuple):
     pairings: tuple[Pairing, ...]
     own_way: str = ""
     """How it computes prompts, where a request cannot choose a strategy for them."""
+    rides: bool = False
+    """A gang that only decodes may compute ends of prompts."""
 
 
 _POLICIES: dict[str, _Known] = {
     "chunked_prefill": _Known(
         ChunkedPrefillOptions, ChunkedPrefill, ("pair", "elastic"), "in pieces beside answers"
     ),
-    "context_parallel": _Known(ContextParallelOptions, ContextParallel, ("pair", "elastic")),
-    "csps": _Known(CspsOptions, Csps, ("pair",)),
+    "context_parallel": _Known(
+        ContextParallelOptions, ContextParallel, ("pair", "elastic"), rides=True
+    ),
+    "csps": _Known(CspsOptions, Csps, ("pair",), rides=True),
     "fixed_sp": _Known(FixedSpOptions, FixedSp, ("pair",)),
     "loongserve": _Known(
         LoongServeOptions, LoongServe, ("elastic",), "around rings that it chooses itself"
@@ -70,6 +74,12 @@ def make_policy(
     of_policy, policy, *_ = _POLICIES[name]
     given = dict(options or {})
     decode = _pick(DecodeOptions, given)
+    if decode.prefill_tokens_max and not _POLICIES[name].rides:
+        riding = " and ".join(it for it, known in _POLICIES.items() if known.rides)
+        raise ConfigError(
+            f"policy {name} computes no ends of prompts on a gang that only decodes; "
+            f"prefill_tokens_max is for {riding}"
+        )
     chosen = _pick(of_policy, given)
     for option in given:
         known = [*_names(of_policy), *_names(DecodeOptions), *beside]

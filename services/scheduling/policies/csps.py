@@ -4,7 +4,10 @@ First come, first served, with these exceptions, each of them bounded:
 
 1. A *short* prompt (at most `short_tokens`) starts at once, on the instance where it will wait
    least, as an *urgent* step that ranks let run inside a long one. One that fits no single
-   instance is not short.
+   instance is not short. What was kept does not count: a longer prompt keeps its place in line,
+   but as soon as no more than a short *end* of it is left to compute, that starts as an urgent step
+   on the instances that have kept the rest. An end may also be computed by the gang that decodes,
+   if that has kept all before it (`decode_rides.py`).
 2. Longer prompts that would otherwise wait fill up the slack of the last SPT of a starting step.
 
 **Nobody starves.** Overtaking is bounded in seconds, predicted when a request is placed and trued
@@ -95,18 +98,21 @@ class _Round:
     def decide(self) -> list[Decision]:
         """What starts, and who is blocked."""
         urgent, long = self._view.waiting("urgent"), self._view.waiting("long")
-        next_urgent = next_long = misses = 0
+        next_urgent = next_long = misses = passed = 0
         look_ahead, most_starts = self._options.look_ahead, self._options.most_starts
         while misses < look_ahead:
-            if next_urgent + next_long - misses >= most_starts:
+            if next_urgent + next_long - misses - passed >= most_starts:
                 self._others.append(WakeAt(at_ns=self._view.now_ns))
                 break
-            take_long = self._long_line_open and next_long < len(long)
+            take_long = passed < look_ahead and next_long < len(long)
             if take_long and next_urgent < len(urgent):
                 take_long = long[next_long].id < urgent[next_urgent].id
-            if take_long:
+            if take_long and self._long_line_open:
                 urgent_id = urgent[next_urgent].id if next_urgent < len(urgent) else None
                 misses += not self._consider_long(long, next_long, urgent_id)
+                next_long += 1
+            elif take_long:
+                passed += not self._consider_end(long[next_long], in_turn=False)
                 next_long += 1
             elif next_urgent < len(urgent):
                 misses += not self._consider_urgent(urgent[next_urgent])
@@ -127,11 +133,19 @@ class _Round:
         self, long: Sequence[RequestView], index: int, urgent_id: RequestId | None
     ) -> bool:
         request = long[index]
-        if self._started(request):
-            return True  # as a filler
+        if self._consider_end(request, in_turn=True):
+            return True
         verdict = self._try(lambda pair: pair.start_long(long, index, urgent_id))
         self._long_line_open = verdict is Verdict.STARTS
         return self._note(request, verdict)
+
+    def _consider_end(self, request: RequestView, *, in_turn: bool) -> bool:
+        """Of a longer prompt that was mostly kept: what counts is what is left to compute."""
+        if self._started(request):
+            return True  # as a filler
+        self._come_to(request)
+        end_by_ns = self._end_by_ns
+        return any(it.start_end(request, end_by_ns, in_turn=in_turn) for it in self._pairs)
 
     def _started(self, request: RequestView) -> bool:
         return any(pair.started(request) for pair in self._pairs)

@@ -14,11 +14,13 @@ from csps.services.scheduling.decisions import (
     DecodePlacement,
     PlannedPiece,
     PlannedStep,
+    Ride,
     StartPlan,
 )
-from csps.services.scheduling.ids import InstanceId, RequestId
+from csps.services.scheduling.ids import GangId, InstanceId, RequestId
 from csps.services.scheduling.policies.csps_options import CspsOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
+from csps.services.scheduling.policies.decode_rides import DecodeRides
 from csps.services.scheduling.policies.near_rooms import Group, NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.policies.reuse import Reuse, Reuses, reuse_plan
@@ -73,8 +75,9 @@ class CspsPair:
         self._decode = DecodeOverlay(pair.decode, decode)
         self._view, self._prefill_gang = view, pair.prefill.id
         self._reuses = Reuses(self._prefill, view.cost)
+        self._rides = DecodeRides(pair.decode, view.cost, decode)
         self._jobs: list[_Job] = []
-        self._rest: list[StartPlan] = []
+        self._rest: list[StartPlan | Ride] = []
         """Of prompts that are computed behind what was kept of them."""
         self._batches: dict[tuple[InstanceId, str], _Job] = {}
         self._started: dict[RequestId, None] = {}
@@ -92,7 +95,7 @@ class CspsPair:
         """The request has a place."""
         return request.id in self._started
 
-    def plans(self) -> Iterator[StartPlan]:
+    def plans(self) -> Iterator[StartPlan | Ride]:
         """Everything that starts here."""
         yield from map(_plan, self._jobs)
         yield from self._rest
@@ -108,7 +111,7 @@ class CspsPair:
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
         spot = self._least_wait(request, choice.time_ns)
         soonest_ns = None if spot is None else spot.urgent_ns + choice.time_ns
-        if self._start_urgent_reuse(request, placed, soonest_ns, end_by_ns):
+        if self._start_end(request, placed, soonest_ns, end_by_ns):
             return Verdict.STARTS
         if spot is None:
             roomy = any(it.free >= tokens for it in self._prefill.spots)
@@ -127,42 +130,77 @@ class CspsPair:
         if by_ns is not None:
             self._by_ns[spot.id] = min(by_ns, self._by_ns.get(spot.id, by_ns))
 
-    def _start_urgent_reuse(
+    def start_end(self, request: RequestView, end_by_ns: int | None, *, in_turn: bool) -> bool:
+        """Compute the end of a longer prompt, if that is short and all before it was kept.
+
+        Args:
+            in_turn: nobody before it in its line waits, so that it may also start as a long one.
+        """
+        most = self._options.short_tokens
+        if not (self._left(request, self._prefill_gang) <= most or self._may_ride(request)):
+            return False
+        placed = self._place(request)
+        if placed is None:
+            return False
+        reuse = self._long_reuse(request) if in_turn else None
+        soonest_ns = None if reuse is None else reuse.ends_ns - self._now_ns
+        return self._start_end(request, placed, soonest_ns, end_by_ns)
+
+    def _left(self, request: RequestView, gang: GangId) -> int:
+        """What a gang would have to compute of a prompt."""
+        cached = self._view.cached(request, gang)
+        return request.prompt_tokens - (cached.tokens if cached else 0)
+
+    def _may_ride(self, request: RequestView) -> bool:
+        return self._rides.most > 0 and self._left(request, self._gang.id) <= self._rides.most
+
+    def _start_end(
         self,
         request: RequestView,
         placed: Placed,
         soonest_ns: int | None,
         end_by_ns: int | None,
     ) -> bool:
-        """Compute the rest of a short prompt on the instance that has kept its beginning, if that
-        ends no later than all of it would elsewhere.
+        """Compute the end of a prompt inside whatever runs on the instances that have kept what
+        comes before it, or in an iteration of the gang that will decode it: wherever it is over
+        first, if that is no later than elsewhere.
 
         Args:
-            soonest_ns: from now on; None if nobody can compute all of it.
+            soonest_ns: when it would be computed elsewhere, from now on; None if nobody can.
         """
+        by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request) - self._now_ns
+        within_ns = min((it for it in (soonest_ns, by_ns) if it is not None), default=None)
         cached = self._view.cached(request, self._prefill_gang)
-        if cached is None or len(spots := self._reuses.holders(cached)) > 1:
+        reuse = self._reuses.end(request, cached, self._options.short_tokens, self._may_hold_up)
+        if reuse is not None:
+            if within_ns is None or reuse.urgent_end_ns <= within_ns:
+                within_ns = reuse.urgent_end_ns
+            else:
+                reuse = None
+        if ride := self._rides.ride(request, placed, within_ns):
+            self._rest.append(ride)
+        elif reuse is not None:
+            self._start_urgent_reuse(request, reuse, placed, by_ns)
+        else:
             return False
-        (spot,), reuse = spots, self._reuses.on(request, cached, spots)
-        if reuse is None:
-            return False
-        ends_ns = spot.urgent_ns + reuse.time_ns
-        left = request.prompt_tokens - cached.tokens
-        by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request)
-        late = by_ns is not None and self._now_ns + ends_ns > by_ns
-        if late or (soonest_ns is not None and ends_ns > soonest_ns):
-            return False
-        if not (self._admits(spot, left, reuse.time_ns) and self._has_turn(spot)):
-            return False
-        self._bound_urgent(spot, by_ns)
-        self._reuses.take(reuse)
-        self._prefill.start_urgent(spot, left, reuse.time_ns)
         self._decode.take(placed, request.output_tokens)
         self._started[request.id] = None
-        self._rest.append(reuse_plan(request, reuse, placed, urgent=True))
-        if self._rooms is not None:
-            self._rooms.update(spot)
         return True
+
+    def _may_hold_up(self, spot: Spot, tokens: int, time_ns: int) -> bool:
+        """An instance may compute another urgent step."""
+        return self._admits(spot, tokens, time_ns) and self._has_turn(spot)
+
+    def _start_urgent_reuse(
+        self, request: RequestView, reuse: Reuse, placed: Placed, by_ns: int | None
+    ) -> None:
+        self._reuses.take(reuse)
+        for spot, tokens in zip(reuse.spots, reuse.shares, strict=True):
+            self._bound_urgent(spot, None if by_ns is None else self._now_ns + by_ns)
+            self._prefill.start_urgent(spot, tokens, reuse.time_ns)
+            if self._rooms is not None:
+                self._rooms.update(spot)
+        self._rest.append(reuse_plan(request, reuse, placed, urgent=True))
 
     def _least_wait(self, request: RequestView, predicted_ns: int) -> Spot | None:
         """Where an urgent prompt waits least: behind other urgent ones, and for a part of a layer;

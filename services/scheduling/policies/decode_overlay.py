@@ -25,9 +25,13 @@ class DecodeOptions:
     what a decode step waits for, so several instances read parts of it."""
     max_batch: int = 64
     """Requests on a decode gang at the same time, landing ones included."""
+    prefill_tokens_max: int = 0
+    """Longest end of a prompt that a gang which only decodes may compute, if it has kept all that
+    comes before (`decode_rides.py`); 0: none."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "spread_tokens", "max_batch")
+        check_least(self, 0, "prefill_tokens_max")
 
 
 class Placed(msgspec.Struct, frozen=True, gc=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,6 +36,11 @@ class Reuse(NamedTuple):
     def ends_ns(self) -> int:
         """When it will have been computed."""
         return max(it.free_at_ns for it in self.spots) + self.time_ns
+
+    @property
+    def urgent_end_ns(self) -> int:
+        """When an urgent one would have been computed, from now on."""
+        return max(it.urgent_ns for it in self.spots) + self.time_ns
 
 
 class _Nothing(NamedTuple):
@@ -73,6 +78,30 @@ class Reuses:
         shape = self._overlay.shape(group)
         choice = self._cost.best(request.cls, shape, cached.tokens, left)
         return Reuse(cached, group, [n for _, n in used], choice.strategy, choice.time_ns)
+
+    def end(
+        self,
+        request: RequestView,
+        cached: CachedView | None,
+        most: int,
+        admits: Callable[[Spot, int, int], bool],
+    ) -> Reuse | None:
+        """The end of a prompt where its beginning is, as an urgent step; None if it is not short,
+        or not all of these may be interrupted.
+
+        Args:
+            most: tokens of a short one.
+            admits: whether an instance may compute so many tokens, and be held up for so long.
+        """
+        if cached is None or request.prompt_tokens - cached.tokens > most:
+            return None
+        reuse = self.on(request, cached, self.holders(cached))
+        if reuse is None:
+            return None
+        # A long step on several of them is charged for each.
+        charge_ns = reuse.time_ns * len(reuse.spots)
+        tokens = zip(reuse.spots, reuse.shares, strict=True)
+        return reuse if all(admits(it, n, charge_ns) for it, n in tokens) else None
 
     def take(self, reuse: Reuse) -> None:
         """The slots of what is reused are free no longer."""

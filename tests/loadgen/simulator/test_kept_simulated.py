@@ -25,6 +25,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fixed_sp": {"sp": 2, "spread_tokens": 400},
     "chunked_prefill": {"token_budget": 256, "spread_tokens": 400},
     "context_parallel": {"short_tokens": 200},
+    "tetris": {"spread_tokens": 400},
 }
 CELLS = [(name, False) for name in POLICIES] + [("chunked_prefill", True)]
 
@@ -55,11 +56,18 @@ def conversations(seed: int, count: int = 8, turns: int = 4) -> list[Arrival]:
 
 
 def run(
-    arrivals: list[Arrival], policy: str, elastic: bool, *, kv_slots: int = 40_000, **more: Any
+    arrivals: list[Arrival],
+    policy: str,
+    elastic: bool,
+    *,
+    kv_slots: int = 40_000,
+    rides: int = 0,
+    **more: Any,
 ) -> Run:
     at = model(elastic, kv_slots)
     reuse = ReuseSettings(enabled=True, block_tokens=BLOCK)
-    scheduler = scheduler_of(at, policy, POLICIES[policy], reuse)
+    options = {**POLICIES[policy], **({"prefill_tokens_max": rides} if rides else {})}
+    scheduler = scheduler_of(at, policy, options, reuse)
     simulator = Simulator(scheduler, at, arrivals, **more)
     found = simulator.run()
     simulator.gangs.check_idle()
@@ -102,6 +110,32 @@ def test_nothing_is_lost_where_room_is_short_and_gangs_die(
         faults=faults,
         abandoned=[Abandoned(at_ns=601 * MS, request=number) for number in (9, 10, 11)],
     )
+    assert all(it.ended_ns >= 0 for it in found.outcomes)
+
+
+@pytest.mark.parametrize("policy", ["csps", "context_parallel"])
+def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
+    """The gang that prefills dies between two turns, with all that it has kept; the other one has
+    kept as much."""
+    arrivals = conversations(1)
+    faults = [
+        GangFault(at_ns=at * MS, role="prefill", up=up) for at, up in ((450, False), (460, True))
+    ]
+    found, without = (
+        {it.arrival.at_ns: it.cached for it in run(arrivals, policy, False, **more).outcomes}
+        for more in ({"rides": 448, "faults": faults}, {"faults": faults})
+    )
+    second = [it for it in arrivals if 500 * MS <= it.at_ns < 1000 * MS]
+    assert not any(without[it.at_ns] for it in second)
+    assert all(found[it.at_ns] for it in second)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_where_room_is_short_and_the_gang_that_decodes_dies(seed: int) -> None:
+    faults = [
+        GangFault(at_ns=at * MS, role="decode", up=up) for at, up in ((600, False), (800, True))
+    ]
+    found = run(conversations(seed), "csps", False, rides=256, kv_slots=1800, faults=faults)
     assert all(it.ended_ns >= 0 for it in found.outcomes)
 
 

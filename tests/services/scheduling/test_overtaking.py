@@ -18,7 +18,9 @@ LATENCIES = Unmeasured(step_ns=2 * MS, token_ns=MS, pair_ns=0, iteration_time_ns
 OVERTAKING_NS = 300 * MS
 
 
-def cell(prefill: list[int], decode: list[int], *, measured: float = 1.0) -> TimedCell:
+def cell(
+    prefill: list[int], decode: list[int], *, measured: float = 1.0, block: int = 0
+) -> TimedCell:
     options: dict[str, object] = {
         "spt_tokens": 400,
         "short_tokens": 50,
@@ -26,7 +28,8 @@ def cell(prefill: list[int], decode: list[int], *, measured: float = 1.0) -> Tim
         "spread_tokens": 500,
         "overtaking_s": OVERTAKING_NS / 1e9,
     }
-    return TimedCell(make_policy("csps", options), prefill, decode, LATENCIES, measured=measured)
+    policy = make_policy("csps", options)
+    return TimedCell(policy, prefill, decode, LATENCIES, measured=measured, block=block)
 
 
 ARRIVALS = st.lists(

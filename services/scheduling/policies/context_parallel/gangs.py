@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 from itertools import groupby
+from typing import NamedTuple
 
-from csps.services.scheduling.decisions import DecodePlacement, StartPlan
+import msgspec
+
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import DecodePlacement, PlannedPiece, Ride, StartPlan
+from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.context_parallel.keepers import Keepers
 from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
 from csps.services.scheduling.policies.context_parallel.ring_costs import RingCosts
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.decode_rides import DecodeRides
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
 from csps.services.scheduling.policies.reuse import NOTHING, Reuse, Reuses, reuse_step
 from csps.services.scheduling.policies.tetris.cdsp import group_sizes
@@ -17,12 +24,13 @@ from csps.services.scheduling.step_shares import rows_of
 from csps.services.scheduling.view import CachedView, PairView, RequestView, View
 
 
-class NoPlan(Enum):
-    """Why a request does not start."""
+class Verdict(IntEnum):
+    """What becomes of a request in a round; the least is the best."""
 
-    WAITS = 0
+    STARTS = 0
+    WAITS = 1
     """For instances to finish other steps."""
-    BLOCKED = 1
+    BLOCKED = 2
     """There are not slots enough."""
 
 
@@ -32,11 +40,10 @@ class Gangs:
     Args:
         pair: two gangs, or twice the same one.
         view: of the round.
-        max_batch: requests that are decoded at a time.
     """
 
     def __init__(
-        self, pair: PairView, view: View, options: ContextParallelOptions, max_batch: int
+        self, pair: PairView, view: View, options: ContextParallelOptions, decode: DecodeOptions
     ) -> None:
         self._view, self._options = view, options
         self._max_positions = pair.max_positions
@@ -44,28 +51,55 @@ class Gangs:
         self._is_one = self._gang == self._decode_gang
         self._cost = RingCosts(view.cost)
         self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
-        self._keepers = Keepers(pair.decode, max_batch)
+        self._keepers = Keepers(pair.decode, decode.max_batch)
+        self._rides = DecodeRides(pair.decode, view.cost, decode)
         self._reuses = Reuses(self._prefill, self._cost)
         self._spots = sorted(self._prefill.spots, key=lambda it: it.order)
         """Server by server."""
+        self._plans: list[StartPlan | Ride] = []
+        self._urgent: dict[tuple[InstanceId, str], int] = {}
+        """By instance and class, which of them is its last urgent one of whole prompts."""
 
-    def start_urgent(self, request: RequestView) -> StartPlan | NoPlan:
-        """Compute a short prompt inside whatever runs on one instance: the one that has kept its
-        beginning, if it so ends no later than where it waits least."""
+    def plans(self) -> list[StartPlan | Ride]:
+        """Everything that starts here."""
+        return self._plans
+
+    def start_urgent(self, request: RequestView) -> Verdict:
+        """Compute a short prompt inside whatever runs on one instance, with others if they start in
+        the same round, or its end on those that have kept its beginning, if it so ends no later
+        than where it waits least."""
         if self._too_long(request):
-            return NoPlan.BLOCKED
+            return Verdict.BLOCKED
         whole = self._least_wait(request)
-        work = self._kept_on_one(request, whole) or whole
-        if work is None:
+        end = self._end(request, whole)
+        if self._ride(request, end or whole):
+            return Verdict.STARTS
+        if end is not None:
+            self._start(request, end, urgent=True)
+        elif whole is not None:
+            self._start_whole(request, whole)
+        else:
             roomy = any(it.free >= request.prompt_tokens for it in self._spots)
-            return NoPlan.WAITS if roomy and self._has_room(request, NOTHING) else NoPlan.BLOCKED
-        return self._start(request, work, urgent=True)
+            waits = roomy and self._has_room(request, NOTHING)
+            return Verdict.WAITS if waits else Verdict.BLOCKED
+        return Verdict.STARTS
 
-    def start_long(self, request: RequestView) -> StartPlan | NoPlan:
+    def start_end(self, request: RequestView) -> bool:
+        """Whether a longer prompt starts so, all but a short end of which was kept."""
+        if self._too_long(request):
+            return False
+        end = self._end(request, None)
+        if self._ride(request, end):
+            return True
+        if end is not None:
+            self._start(request, end, urgent=True)
+        return end is not None
+
+    def start_long(self, request: RequestView) -> Verdict:
         """Compute a prompt, or what follows upon what was kept of it, on the group that will be
         done first; a larger group has to be worth it."""
         if self._too_long(request):
-            return NoPlan.BLOCKED
+            return Verdict.BLOCKED
         most = self._options.jobs_per_instance
         spots = [it for it in self._spots if it.long_steps < most]
         work = self._best(request, NOTHING, spots)
@@ -77,8 +111,10 @@ class Gangs:
         if work is None:
             # With slots enough, only outstanding steps are in the way.
             roomy = sum(it.free for it in self._spots) >= request.prompt_tokens
-            return NoPlan.WAITS if roomy and self._has_room(request, NOTHING) else NoPlan.BLOCKED
-        return self._start(request, work, urgent=False)
+            waits = roomy and self._has_room(request, NOTHING)
+            return Verdict.WAITS if waits else Verdict.BLOCKED
+        self._start(request, work, urgent=False)
+        return Verdict.STARTS
 
     def _too_long(self, request: RequestView) -> bool:
         """Others may serve it, but not these."""
@@ -95,28 +131,50 @@ class Gangs:
 
     def _least_wait(self, request: RequestView) -> Reuse | None:
         """All of a short prompt on the instance where it waits least for other urgent ones; None
-        if no instance may be interrupted for so long, or has slots for it."""
+        if no instance may be interrupted for so long, or has slots for it, and a turn left or a
+        step to which it can be added."""
         if not self._has_room(request, NOTHING):
             return None
         tokens = request.prompt_tokens
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
-        spots = [it for it in self._spots if self._admits(it, tokens, choice.time_ns)]
+        spots = [
+            it
+            for it in self._spots
+            if self._admits(it, tokens, choice.time_ns)
+            and (self._has_turn(it) or self._growing(request, it))
+        ]
         if not spots:
             return None
         spot = min(spots, key=_wait)
         return Reuse(NOTHING, [spot], [tokens], choice.strategy, choice.time_ns)
 
-    def _kept_on_one(self, request: RequestView, whole: Reuse | None) -> Reuse | None:
-        """The rest of a short prompt where its beginning is, if that is one instance."""
+    def _end(self, request: RequestView, whole: Reuse | None) -> Reuse | None:
+        """A short end of a prompt where its beginning is, if it is done no later than all of it."""
         cached = self._view.cached(request, self._gang)
         if cached is None or not self._has_room(request, cached):
             return None
-        spots = self._reuses.holders(cached)
-        rest = self._reuses.on(request, cached, spots) if len(spots) == 1 else None
-        if rest is None or not self._admits(spots[0], sum(rest.shares), rest.time_ns):
+        end = self._reuses.end(request, cached, self._options.short_tokens, self._may_hold_up)
+        if end is None or (whole is not None and whole.urgent_end_ns < end.urgent_end_ns):
             return None
-        sooner = whole is None or _urgent_end_ns(rest) <= _urgent_end_ns(whole)
-        return rest if sooner else None
+        return end
+
+    def _may_hold_up(self, spot: Spot, tokens: int, time_ns: int) -> bool:
+        """An instance may compute another urgent step."""
+        return self._admits(spot, tokens, time_ns) and self._has_turn(spot)
+
+    def _ride(self, request: RequestView, work: Reuse | None) -> bool:
+        """Have the gang that decodes compute what it lacks of a prompt, if that is sooner."""
+        kept = self._view.cached(request, self._decode_gang)
+        if self._is_one or kept is None or not self._has_room(request, NOTHING):
+            return False
+        if request.prompt_tokens - kept.tokens > self._rides.most:
+            return False
+        placed = self._keepers.spread(request, kept)
+        ride = self._rides.ride(request, placed, work and work.urgent_end_ns)
+        if ride is not None:
+            self._keepers.take(placed)
+            self._plans.append(ride)
+        return ride is not None
 
     def _admits(self, spot: Spot, tokens: int, time_ns: int) -> bool:
         """There are slots, and the long steps of the instance may be overtaken."""
@@ -124,6 +182,27 @@ class Gangs:
             return False
         spare_ns = self._prefill.spare_ns(spot)
         return spare_ns is None or spare_ns >= time_ns
+
+    def _has_turn(self, spot: Spot) -> bool:
+        """It may be given another urgent step: one to run and one to follow without a gap. Those
+        who wait for a turn share a step when one comes."""
+        return spot.urgent_steps < self._options.jobs_per_instance
+
+    def _growing(self, request: RequestView, spot: Spot) -> _Growing | None:
+        """The urgent step that this round starts on an instance, if a prompt can be added."""
+        at = self._urgent.get((spot.id, request.cls))
+        if at is None:
+            return None
+        plan = self._plans[at]
+        assert isinstance(plan, StartPlan)
+        (step,) = plan.steps
+        total = step.bounds[-1] + request.prompt_tokens
+        if total > self._options.urgent_batch_tokens:
+            return None
+        together = self._cost.best(request.cls, self._prefill.single, 0, total)
+        more_ns = max(0, together.time_ns - step.predicted_ns)
+        spare_ns = self._prefill.spare_ns(spot)
+        return _Growing(at, plan, more_ns) if spare_ns is None or spare_ns >= more_ns else None
 
     def _best(self, request: RequestView, cached: CachedView, spots: list[Spot]) -> Reuse | None:
         """The group that pays, of those with slots; all of them have the instances that hold what
@@ -153,34 +232,70 @@ class Gangs:
 
     # --- starting ---
 
-    def _start(self, request: RequestView, work: Reuse, *, urgent: bool) -> StartPlan:
-        cached = work.cached
+    def _start(self, request: RequestView, work: Reuse, *, urgent: bool) -> None:
         step = reuse_step(request, work, urgent=urgent)
+        (rows,) = rows_of(step)
+        decode = self._decoded(request, work.cached, rows)
+        self._reuses.take(work)
+        if urgent:
+            for spot, tokens in zip(work.spots, work.shares, strict=True):
+                self._prefill.start_urgent(spot, tokens, work.time_ns)
+        else:
+            self._prefill.start_long(request, work.spots, work.shares, work.time_ns)
+        self._share_slots()
+        self._plans.append(StartPlan(steps=(step,), decode=(decode,)))
+
+    def _start_whole(self, request: RequestView, work: Reuse) -> None:
+        """A short prompt, in a step with those before it if there is one."""
+        (spot,) = work.spots
+        growing = self._growing(request, spot)
+        if growing is None:
+            self._urgent[spot.id, request.cls] = len(self._plans)
+            self._start(request, work, urgent=True)
+            return
+        tokens = request.prompt_tokens
+        (step,) = growing.plan.steps
+        decode = self._decoded(request, NOTHING, (Share(spot.id, 0, tokens),))
+        self._prefill.grow_urgent(spot, tokens, growing.more_ns)
+        self._share_slots()
+        larger = msgspec.structs.replace(
+            step,
+            bounds=(0, step.bounds[-1] + tokens),
+            pieces=(*step.pieces, PlannedPiece(request.id, 0, tokens)),
+            predicted_ns=step.predicted_ns + growing.more_ns,
+        )
+        decodes = (*growing.plan.decode, decode)
+        self._plans[growing.at] = StartPlan(steps=(larger,), decode=decodes)
+
+    def _decoded(
+        self, request: RequestView, cached: CachedView, rows: tuple[Share, ...]
+    ) -> DecodePlacement:
+        """Where the KV goes of a prompt that these compute."""
         if self._is_one:
-            (rows,) = rows_of(step)
             placed = self._keepers.in_place(request, cached, rows)
-            self._keepers.take(placed)
         else:
             kept = self._view.cached(request, self._decode_gang)
             placed = self._keepers.spread(request, kept)
-            self._keepers.take(placed)
-        self._reuses.take(work)
-        if urgent:
-            self._prefill.start_urgent(work.spots[0], work.shares[0], work.time_ns)
-        else:
-            self._prefill.start_long(request, work.spots, work.shares, work.time_ns)
-        if self._is_one:
-            for spot in self._spots:  # an answer takes slots of prompts
-                spot.free = self._keepers.free[spot.id]
-        decode = DecodePlacement(request.id, placed.shares, placed.master, placed.answer)
-        return StartPlan(steps=(step,), decode=(decode,))
+        self._keepers.take(placed)
+        return DecodePlacement(request.id, placed.shares, placed.master, placed.answer)
+
+    def _share_slots(self) -> None:
+        """On one gang, an answer takes slots of prompts."""
+        for spot in self._spots if self._is_one else ():
+            spot.free = self._keepers.free[spot.id]
+
+
+class _Growing(NamedTuple):
+    """A step to which a prompt can be added."""
+
+    at: int
+    """Among the plans."""
+    plan: StartPlan
+    more_ns: int
+    """That it takes longer then."""
 
 
 def _wait(spot: Spot) -> tuple[int, bool, int, int, int]:
     """How long a short prompt waits; the least is the best."""
     busy = spot.long_steps > 0
     return spot.urgent_ns, busy, spot.overtaken_ns, spot.free_at_ns, spot.order
-
-
-def _urgent_end_ns(work: Reuse) -> int:
-    return work.spots[0].urgent_ns + work.time_ns

@@ -6,20 +6,24 @@ how many of its tokens are new (§3.4); what the gang has kept of it is history.
 as pays: of groups of one, two, four ... instances, or all, a larger one has to save `least_saving`
 of the time.
 
-Requests are decoded by ring pass-Q over all instances that hold their KV (§3.6, `keepers`).
+Requests are decoded by pass-Q over all instances that hold their KV (§3.6, `keepers`).
 
 First come, first served within a line. Short prompts are urgent: each is computed by one instance,
-at once, inside of whatever long step runs there. **Nobody starves.** Urgent steps delay a long one
-by `overtaking_s` at most, or by its own time if that is more (`holdups.py`). Slots are given in the
-order of admission: when a request finds none, all wait for it, short ones too.
+at once, inside of whatever long step runs there, and together with others that start then. So is a
+short end of a longer prompt, if all before it was kept, by the instances that have kept it; or by
+an iteration of a gang that decodes, if that has kept it and is done first (`decode_rides.py`).
+**Nobody starves.** Urgent steps delay a long one by `overtaking_s` at most, or by its own time if
+that is more (`holdups.py`). Slots are given in the order of admission: when a request finds none,
+all wait for it, short ones too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from csps.services.scheduling.decisions import Blocked, Decision, StartPlan, Trial, WakeAt
-from csps.services.scheduling.policies.context_parallel.gangs import Gangs, NoPlan
+from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
+from csps.services.scheduling.policies.context_parallel.gangs import Gangs, Verdict
 from csps.services.scheduling.policies.context_parallel.keepers import Keepers
 from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
@@ -30,6 +34,9 @@ from csps.services.scheduling.view import PairView, RequestView, View
 MOST_STARTS = 128
 """Requests that a round starts. More wait for the next one, which follows at once: an event loop
 must not stand still while hundreds are placed."""
+LOOK_AHEAD = 64
+"""Prompts behind one that waits for instances, of which a round looks whether they are nearly
+done."""
 
 
 class ContextParallel:
@@ -53,23 +60,25 @@ class ContextParallel:
     def decide(self, view: View) -> Sequence[Decision]:
         """Start requests in order of admission; whoever waits for instances closes its line, and
         whoever waits for slots both."""
-        most = self.decode_options.max_batch
-        gangs = [Gangs(pair, view, self.options, most) for pair in view.pairs]
-        decisions: list[Decision] = []
-        lines = _Lines(view)
+        gangs = [Gangs(pair, view, self.options, self.decode_options) for pair in view.pairs]
+        others: list[Decision] = []
+        lines, started = _Lines(view), 0
         for request, urgent in lines:
-            if len(decisions) == MOST_STARTS:
-                decisions.append(WakeAt(at_ns=view.now_ns))
+            if started == MOST_STARTS:
+                others.append(WakeAt(at_ns=view.now_ns))
                 break
-            found = _try(gangs, request, urgent=urgent)
-            if found is NoPlan.BLOCKED:
-                decisions.append(Blocked(request=request.id))
-                break
-            if found is NoPlan.WAITS:
-                lines.close(urgent=urgent)
-            else:
-                decisions.append(found)
-        return decisions
+            # What counts of a longer prompt is what is left to compute.
+            if not urgent and any(it.start_end(request) for it in gangs):
+                started += 1
+            elif lines.is_open(urgent=urgent):
+                verdict = _try(gangs, request, urgent=urgent)
+                started += verdict is Verdict.STARTS
+                if verdict is Verdict.BLOCKED:
+                    others.append(Blocked(request=request.id))
+                    break
+                if verdict is Verdict.WAITS:
+                    lines.close(urgent=urgent)
+        return [*(plan for it in gangs for plan in it.plans()), *others]
 
     def trial(self, pair: PairView) -> Trial:
         """On idle gangs."""
@@ -94,6 +103,7 @@ class _Lines:
     def __init__(self, view: View) -> None:
         self._left = {True: iter(view.waiting("urgent")), False: iter(view.waiting("long"))}
         self._next = {urgent: next(line, None) for urgent, line in self._left.items()}
+        self._open = {True: True, False: True}
 
     def __iter__(self) -> Iterator[tuple[RequestView, bool]]:
         while first := [(it.id, urgent) for urgent, it in self._next.items() if it is not None]:
@@ -103,18 +113,23 @@ class _Lines:
             self._next[urgent] = next(self._left[urgent], None)
             yield request, urgent
 
+    def is_open(self, *, urgent: bool) -> bool:
+        """Nobody of a line has to wait so far."""
+        return self._open[urgent]
+
     def close(self, *, urgent: bool) -> None:
-        """Nobody else of a line."""
-        self._left[urgent] = iter(())
-        self._next[urgent] = None
+        """Nobody else of a line; of longer prompts, some more that may be nearly done."""
+        self._open[urgent] = False
+        self._left[urgent] = islice(self._left[urgent], 0 if urgent else LOOK_AHEAD)
+        if urgent:
+            self._next[urgent] = None
 
 
-def _try(gangs: Sequence[Gangs], request: RequestView, *, urgent: bool) -> StartPlan | NoPlan:
+def _try(gangs: Sequence[Gangs], request: RequestView, *, urgent: bool) -> Verdict:
     """The best that any pair of gangs has to say."""
-    waits = False
+    best = Verdict.BLOCKED
     for it in gangs:
-        found = it.start_urgent(request) if urgent else it.start_long(request)
-        if isinstance(found, StartPlan):
-            return found
-        waits = waits or found is NoPlan.WAITS
-    return NoPlan.WAITS if waits else NoPlan.BLOCKED
+        best = min(best, it.start_urgent(request) if urgent else it.start_long(request))
+        if best is Verdict.STARTS:
+            break
+    return best

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from csps.services.scheduling.cost import StepTimes
 from csps.services.scheduling.decisions import (
@@ -25,6 +26,7 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
+from csps.services.scheduling.policies.reuse import NOTHING
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.ring_rows import in_zigzag
@@ -72,6 +74,22 @@ class Tetris:
         return self.options.rates.at(requests) if isinstance(rate, str) else rate
 
 
+class _Work(NamedTuple):
+    """How a prompt could be computed."""
+
+    cached: CachedView
+    held: list[int]
+    """Numbers of those who have it."""
+    chunks: list[Chunk]
+    shares: list[list[int]]
+    """Tokens of each member of each chunk."""
+
+    @property
+    def ends_ns(self) -> int:
+        """When all is computed, from now on."""
+        return self.chunks[-1].end_ns
+
+
 class _Trial:
     def __init__(self, pair: _Pair) -> None:
         self._pair = pair
@@ -94,7 +112,7 @@ class _Pair:
     ) -> None:
         self._now_ns, self._rate, self._options = now_ns, rate, options
         self._max_positions, self._tp = pair.max_positions, pair.prefill.tp
-        self._decoding = pair.decode.id
+        self._gang, self._decoding = pair.prefill.id, pair.decode.id
         self._prefill = PrefillOverlay(pair.prefill, now_ns)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._spots = sorted(self._prefill.spots, key=lambda it: it.order)
@@ -116,13 +134,38 @@ class _Pair:
         placed = self._place(prompt, output, view.cached(request, self._decoding))
         if placed is None:
             return None
+        work = self._work(prompt, NOTHING, cost)
+        assert work is not None, "there was room"
+        cached = view.cached(request, self._gang)
+        rest = self._work(prompt, cached, cost) if cached else None
+        if rest is not None and rest.ends_ns <= work.ends_ns:
+            work = rest
+        return self._plan(request, work, placed, cost)
+
+    def _work(self, prompt: int, cached: CachedView, cost: CostView) -> _Work | None:
+        """Chunks of what follows upon KV that was kept, which stays where it lies and whose holders
+        are in every group; None if there are not slots enough."""
         cdsp = self._cdsp(cost)
         free_ns = [it.free_at_ns - self._now_ns for it in self._spots]
-        for least in cdsp.sizes:  # more instances have more slots, and all of them enough
-            chunks = cdsp.plan(prompt, free_ns, self._rate, least=least)
-            if (shares := self._shares(chunks)) is not None:
-                return self._plan(request, chunks, shares, placed, cost)
-        raise AssertionError("there was room")
+        slots = [it.free - cached.taken.get(it.id, 0) for it in self._spots]
+        holders = {it.instance for it in cached.shares}
+        held = [number for number, it in enumerate(self._spots) if it.id in holders]
+        if min(slots) < 0:
+            return None
+        for least in cdsp.sizes:  # more instances have more slots
+            if least < len(held):
+                continue
+            chunks = cdsp.plan(
+                prompt - cached.tokens,
+                free_ns,
+                self._rate,
+                least=least,
+                past=cached.tokens,
+                held=held,
+            )
+            if (shares := _shares(chunks, slots)) is not None:
+                return _Work(cached, held, chunks, shares)
+        return None
 
     def _place(self, prompt: int, output: int, kept: CachedView | None) -> Placed | None:
         """On one instance, if any has room; what was kept there stays where it is."""
@@ -135,30 +178,12 @@ class _Pair:
         costs = tuple([(size, cost.exact(size, self._tp)) for size in sizes])
         return _planner(self._servers, costs, self._options.min_chunk, self._options.chunked)
 
-    def _shares(self, chunks: Sequence[Chunk]) -> list[list[int]] | None:
-        """Tokens of each member of each chunk, as even as slots allow; None if they do not."""
-        free = [it.free for it in self._spots]
-        shares = []
-        for chunk in chunks:
-            parts = level_shares(chunk.length, [free[it] for it in chunk.members])
-            if parts is None:
-                return None
-            for member, part in zip(chunk.members, parts, strict=True):
-                free[member] -= part
-            shares.append(parts)
-        return shares
-
-    def _plan(
-        self,
-        request: RequestView,
-        chunks: Sequence[Chunk],
-        shares: Sequence[Sequence[int]],
-        placed: Placed,
-        cost: CostView,
-    ) -> StartPlan:
+    def _plan(self, request: RequestView, work: _Work, placed: Placed, cost: CostView) -> StartPlan:
         steps = []
-        holding: dict[int, int] = {}
-        for chunk, parts in zip(chunks, shares, strict=True):
+        holding = dict.fromkeys(work.held, 0)
+        for it in self._spots:
+            it.free -= work.cached.taken.get(it.id, 0)
+        for chunk, parts in zip(work.chunks, work.shares, strict=True):
             computing = zip(chunk.members, parts, strict=True)
             # Who has no slots left takes part if it holds history.
             used = {it: part for it, part in computing if part or it in holding}
@@ -187,6 +212,19 @@ class _Pair:
             predicted_ns=choice.time_ns,
         )
         return in_zigzag(step)
+
+
+def _shares(chunks: Sequence[Chunk], slots: Sequence[int]) -> list[list[int]] | None:
+    """Tokens of each member of each chunk, as even as slots allow; None if they do not."""
+    free, shares = list(slots), []
+    for chunk in chunks:
+        parts = level_shares(chunk.length, [free[it] for it in chunk.members])
+        if parts is None:
+            return None
+        for member, part in zip(chunk.members, parts, strict=True):
+            free[member] -= part
+        shares.append(parts)
+    return shares
 
 
 @lru_cache(maxsize=8)
