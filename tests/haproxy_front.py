@@ -13,7 +13,7 @@ from ray.serve.config import HTTPOptions
 
 from csps.services.launch.http_front import front_environment
 
-START_DEADLINE_S = 10.0
+START_DEADLINE_S = 60.0
 LOOPBACK = "127.0.0.1"
 
 

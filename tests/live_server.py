@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-START_DEADLINE_S = 10.0
+START_DEADLINE_S = 60.0
 
 
 @asynccontextmanager

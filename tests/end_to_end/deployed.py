@@ -32,7 +32,7 @@ from csps.services.launch.serve_command import deploy, wait_ready
 from csps.services.launch.serve_status import APPLICATIONS_PATH
 
 SECRET = "known to the tests and the server"
-RPC_DEADLINE_S = 10.0
+RPC_DEADLINE_S = 60.0
 DEADLINE_S = 60.0
 POLL_S = 0.05
 MODEL = "tiny"

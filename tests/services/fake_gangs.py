@@ -49,7 +49,7 @@ from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
 
 SECRET = b"only for tests"
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 async def until(condition: Callable[[], Any]) -> None:

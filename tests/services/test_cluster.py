@@ -16,9 +16,17 @@ from linked import linked
 from csps.protocols import fence
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.cluster import precedence
 from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
 from csps.services.cluster.directory import ClusterView, Directory, StaticDirectory
 from csps.services.cluster.generations import Generations, MemoryGenerations
+
+
+@pytest.fixture(autouse=True)
+def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's process may stand still for longer than a holder may be silent."""
+    for module in (fence, precedence):
+        monkeypatch.setattr(module, "LEASE_S", 600.0)
 
 
 @dataclass

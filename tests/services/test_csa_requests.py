@@ -85,11 +85,16 @@ async def test_only_requests_of_equal_plans_share_a_job() -> None:
         sparse = [submit(cell, 50, drop_ratios=((ratio,),)) for ratio in (0.5, 0.25, 0.5)]
         exact = [cell.submit(tokens=50) for _ in range(2)]
         cell.decode.may_reserve.set()
-        jobs = [await cell.prefilling(running) for running in (*sparse, *exact)]
-        assert jobs[0] == jobs[2]
-        assert jobs[3] == jobs[4]
-        assert len({job.job_id for job in jobs}) == 3
-        assert jobs[3].csa is None
+        jobs = cell.prefill.leader.jobs
+        await until(lambda: len(jobs) == 2)  # an instance has no more at a time
+        for piece in jobs[0].pieces:
+            cell.prefill.draw(piece.rid, 0)
+        cell.prefill.finish_job(jobs[0])
+        await until(lambda: len(jobs) == 3)
+        together = [[piece.rid for piece in job.pieces] for job in jobs]
+        expected = [[sparse[0], sparse[2]], [sparse[1]], exact]
+        assert together == [[cell.rid_of(it) for it in group] for group in expected]
+        assert jobs[2].csa is None
 
 
 async def test_a_retry_starts_from_the_plan_and_not_from_what_a_group_made_of_it() -> None:

@@ -29,7 +29,7 @@ from csps.services.telemetry.metrics import Metrics
 
 PATIENCE_S = 0.3
 """For headers and for the next byte of a body."""
-HAPROXY_S = 1
+HAPROXY_S = 2
 """Longer, as by default: it would answer in the place of the router, and with 400."""
 DEADLINE_S = 20.0
 STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
@@ -38,16 +38,23 @@ STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
 }
 
 
+@pytest.fixture
+def patience_s(request: pytest.FixtureRequest) -> float:
+    """The default, if a test does not ask for another."""
+    asked: float = getattr(request, "param", PATIENCE_S)
+    return asked
+
+
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(header_deadline.VARIABLE, str(PATIENCE_S))
+def _impatient(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    monkeypatch.setenv(header_deadline.VARIABLE, str(patience_s))
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     assert header_deadline.install() == []
 
 
 @pytest.fixture
-async def router(tiny_llama: Path) -> AsyncIterator[tuple[str, int]]:
-    patience = HttpSettings(body_silence_s=PATIENCE_S)
+async def router(tiny_llama: Path, patience_s: float) -> AsyncIterator[tuple[str, int]]:
+    patience = HttpSettings(body_silence_s=patience_s)
     settings = Settings(model=str(tiny_llama), served_model_name="tiny", http=patience)
     parser = RequestParser(settings)
     api = Api(
@@ -105,6 +112,7 @@ async def test_the_next_request_of_a_connection_has_the_same_time(router: tuple[
     writer.close()
 
 
+@pytest.mark.parametrize("patience_s", [DEADLINE_S], indirect=True)
 async def test_a_request_in_time_is_served_through_haproxy(front: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*front)
     body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3}'

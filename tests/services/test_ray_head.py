@@ -18,11 +18,12 @@ from csps.services.launch import ray_head
 
 _LEADER = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
-print(child.pid, flush=True)
+child = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+subprocess.Popen([sys.executable, "-c", child])
 sys.stdin.read()
 """
-"""Starts one more process in its session and waits, as `ray start --block` does."""
+"""Starts one more process in its session and waits, as `ray start --block` does. That one says
+itself who it is: when it is only just started, the kernel does not know its environment yet."""
 
 
 class Tree:

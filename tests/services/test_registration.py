@@ -15,7 +15,7 @@ from csps.protocols.gang_members import RankAddress
 from csps.services.cluster.membership import Member
 from csps.services.cluster.registration import Join, Registration
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 MEMBER = Member(
     role="decode",
     gang_id="g",

@@ -12,7 +12,7 @@ from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import TokenDrawn
 from csps.services.router.running import Generation, Running
 
-DEADLINE_S = 10
+DEADLINE_S = 60
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from linked import linked
 from router_process import RouterProcess, greedy, make_router
 from tiny_checkpoints import reference_tokens
 
+from csps.protocols import fence
 from csps.services.cluster.attachment import STANDBY, Cluster
 from csps.services.router.service import RequestService
 
@@ -30,6 +31,12 @@ LASTING = 200
 def lasting(model: Path) -> list[int]:
     """The right answer to `PROMPT`."""
     return reference_tokens(model, PROMPT, LASTING)
+
+
+@pytest.fixture(autouse=True)
+def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router is taken for dead because a busy machine has let it stand still."""
+    monkeypatch.setattr(fence, "LEASE_S", 600.0)
 
 
 @dataclass
@@ -114,12 +121,16 @@ async def test_a_killed_router_is_followed_by_the_one_that_stands_by(ranks: Rank
         await ranks.check_serves(service)
 
 
-async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(ranks: Ranks) -> None:
+async def test_a_router_that_stood_still_is_superseded_and_stands_by_itself(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The cell is never torn between the two, and the stream that stood still goes on."""
     first = await ranks.router(max_tokens=3000)
     first.stand_still()
     async with ranks.here() as (cluster, service):
-        link = await linked(cluster, ANSWER_S)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(fence, "LEASE_S", 0.0)
+            link = await linked(cluster, ANSWER_S)
         stream = greedy(service, PROMPT, LASTING)
         await anext(stream)
         first.go_on()
