@@ -14,7 +14,7 @@ import numpy as np
 from csps.configurator.interval import wilson
 from csps.configurator.phase_times import Amounts
 from csps.configurator.regressors.pairs import pairs_by_level
-from csps.protocols.csa import halving
+from csps.protocols.csa import Ratios, halving, kept_tokens
 from csps.protocols.csa_settings import CsaSettings
 
 FEATURES = (
@@ -27,8 +27,9 @@ FEATURES = (
     "judged by the same layer",
     "log2 window",
     "queries dropped",
+    "log2 kept beside sinks",
 )
-MONOTONE = (0, 0, 0, 1, 1, 1, 0, 0, 0)
+MONOTONE = (0, 0, 0, 1, 1, 1, 0, 0, 0, -1)
 """Loss does not fall when more is dropped; how it depends on the rest is for the data to say. (It
 may well fall with more eligible pairs of which as many are dropped.)"""
 
@@ -112,6 +113,7 @@ def features(setting: Setting) -> tuple[float, ...]:
         float(csa.importance_layer == "same"),
         log2(csa.importance_window or setting.tokens),
         float(setting.drops_queries),
+        log2(1 + _fewest_kept(setting, by_level)),
     )
 
 
@@ -124,6 +126,14 @@ def fingerprint(samples: Sequence[AccuracySample]) -> str:
     """SHA-256 of a training set, whatever its order."""
     lines = sorted(json.dumps(asdict(it), sort_keys=True) for it in samples)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _fewest_kept(setting: Setting, by_level: Sequence[Ratios]) -> int:
+    """Tokens of the first SPT at the farthest level, in the layer and head that keep fewest, sinks
+    apart: a question or a fact takes as many, whatever the length."""
+    of_layers = (max(ratios[-1]) if ratios else 0.0 for ratios in by_level)
+    spt = setting.tokens // len(setting.locations)
+    return max(0, kept_tokens(spt, max(of_layers)) - setting.csa.sinks)
 
 
 def _dropping_layers(setting: Setting) -> list[tuple[float, ...]]:

@@ -143,7 +143,8 @@ def _accuracy_lines(model: AccuracyModel, folder: Path) -> Iterator[str]:
     held = description.held_out
     error, right = held["mean_absolute_error"], held["right_side_of_bound"]
     yield f"  held out: {held['samples']:.0f}, mean absolute error {error:.4f}"
-    yield f"  on the right side of bounds: {right:.1%}"
+    yield f"  on the right side of bounds: {right:.1%}; of those farther from the bound than the "
+    yield f"  interval of the measurement: {held['right_side_beyond_interval']:.1%}"
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -237,10 +237,16 @@ def test_a_branch_ends_where_most_is_lost(
 def test_a_kind_that_surely_loses_less_is_not_asked_on(
     gang: StrategyRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kinds = [ScriptedKind("worse", 0.5), ScriptedKind("better", 0.0)]
+    kinds = [ScriptedKind("worse", 0.5), ScriptedKind("better", 0.1)]
     rounds = run(monkeypatch, tmp_path / "sib", kinds, gang.network)
-    assert {rounds[ratio, "worse"] for ratio in (0.1, 0.5, 0.9)} == {4}
-    assert rounds[0.9, "better"] == 2
+    assert (rounds[0.5, "worse"], rounds[0.5, "better"]) == (4, 1)
+
+
+def test_what_drops_less_than_what_loses_nothing_is_not_asked_on(
+    gang: StrategyRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rounds = run(monkeypatch, tmp_path / "sib", [ScriptedKind("a", 0.0)], gang.network)
+    assert rounds == {(0.1, "a"): 1, (0.5, "a"): 1, (0.9, "a"): 1, (0.95, "a"): 4}
 
 
 def test_an_interrupted_run_goes_on_where_it_was(

@@ -71,7 +71,7 @@ class Point:
 class Enumeration:
     """All points, as far as a model takes their lengths."""
 
-    lengths: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192, 16_384)
+    lengths: tuple[int, ...] = (1_024, 2_048, 4_096)
     group_shapes: tuple[str, ...] = ("2", "4", "2+2", "4+4")
     judging: tuple[tuple[Literal["ntp", "tp"], Judging], ...] = (
         ("ntp", Judging("same", 64)),
@@ -80,7 +80,7 @@ class Enumeration:
         ("ntp", Judging("same", 16)),
         ("ntp", Judging("same", 256)),
     )
-    drop_ratios: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.96, 0.98)
+    drop_ratios: tuple[float, ...] = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
     """Ascending."""
 
     def points(self, tokens: int) -> Iterator[Point]:

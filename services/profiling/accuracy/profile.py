@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -26,8 +26,6 @@ from csps.services.profiling.accuracy.questions import KINDS, Asked, QuestionKin
 
 HOPELESS = 0.5
 """A branch ends where more answers are lost than this: who drops more loses no fewer."""
-SURE_AFTER = 2
-"""Rounds of each kind before one may be left out that loses less than another."""
 
 
 @dataclass
@@ -45,6 +43,11 @@ class Tally:
         self.questions += row.questions
         self.right_exact += row.right_exact
         self.right += row.right
+
+    @property
+    def lost_nothing(self) -> bool:
+        """Of what was asked."""
+        return self.rounds > 0 and self.right >= self.right_exact
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -113,25 +116,32 @@ class AccuracyProfile:
     # --- what is worth asking ------------------------------------------------------------------
 
     def _wants(self, point: Point, kind: QuestionKind, number: int) -> bool:
-        if number >= kind.rounds or self._tallies[point][kind.name].rounds > number:
+        rounds = self._tallies[point][kind.name].rounds
+        if number >= kind.rounds or rounds > number or self._hopeless(point):
             return False
-        return not (self._hopeless(point) or self._outdone(point, kind))
+        return not (rounds and (self._outdone(point, kind) or self._harmless(point, kind)))
 
     def _hopeless(self, point: Point) -> bool:
         """One of the branch that drops less has lost too much."""
         return any(
-            other.branch == point.branch
-            and other.drop_ratio < point.drop_ratio
-            and self._surely_lost(other) > HOPELESS
-            for other in self._tallies
+            other.drop_ratio < point.drop_ratio and self._surely_lost(other) > HOPELESS
+            for other in self._branch(point)
         )
+
+    def _harmless(self, point: Point, kind: QuestionKind) -> bool:
+        """One of the branch that drops more has lost nothing, and is asked on."""
+        beyond = (it for it in self._branch(point) if it.drop_ratio > point.drop_ratio)
+        return any(self._tallies[it][kind.name].lost_nothing for it in beyond)
+
+    def _branch(self, point: Point) -> Iterator[Point]:
+        """All that is known of it."""
+        return (it for it in self._tallies if it.branch == point.branch)
 
     def _outdone(self, point: Point, kind: QuestionKind) -> bool:
         """Another kind of questions surely loses more, which is what counts."""
-        tally = self._tallies[point][kind.name]
-        if kind.name == PLAIN_TEXT or tally.rounds < SURE_AFTER:
+        if kind.name == PLAIN_TEXT:
             return False
-        return tally.interval[1] < self._surely_lost(point)
+        return self._tallies[point][kind.name].interval[1] < self._surely_lost(point)
 
     def _surely_lost(self, point: Point) -> float:
         tallies = self._tallies[point]

@@ -1,0 +1,55 @@
+"""What ships of the included model's losses is of its weights, and says what was measured."""
+
+from __future__ import annotations
+
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from setuptools import find_namespace_packages
+
+from csps.configurator.regressors.measured import places_of
+from csps.configurator.regressors.samples import Setting
+from csps.configurator.regressors.shipped_accuracy import SHIPPED, shipped_accuracy
+from csps.models.spec import read_spec
+from csps.models.weights_digest import weights_digest
+from csps.protocols.csa_settings import CsaSettings
+from csps.services.launch.settings import shipped_models
+
+ROOT = Path(__file__).parents[2]
+NEEDLE = shipped_models() / "needle"
+
+
+@pytest.mark.parametrize("tokens", [1_024, 4_096])
+def test_judged_by_the_same_layer_the_included_model_loses_nothing(tokens: int) -> None:
+    model = shipped_accuracy(weights_digest(NEEDLE))
+    assert model is not None
+    settings = [
+        Setting(
+            tokens=tokens,
+            locations=places_of("2+2"),
+            layers=read_spec(NEEDLE).layers,
+            csa=CsaSettings(drop_ratios=((0.5,),), importance_layer=layer),
+        )
+        for layer in ("same", "previous")
+    ]
+    same, previous = model.loss(settings)
+    assert same <= 0.01
+    assert previous > 0.3
+
+
+def test_of_other_weights_nothing_ships() -> None:
+    assert shipped_accuracy("0" * 64) is None
+
+
+def test_regressors_are_in_the_wheel() -> None:
+    packaging = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = packaging["package-data"]["*"]
+    shipped = [path.relative_to(SHIPPED) for path in SHIPPED.rglob("*") if path.is_file()]
+    assert {path.name for path in shipped} == {"description.json", "accuracy.txt"}
+    packages = find_namespace_packages(str(ROOT / "src"), packaging["packages"]["find"]["exclude"])
+    for path in shipped:
+        folder = ".".join(path.parent.parts)
+        assert f"csps.configurator.regressors.shipped.{folder}" in packages
+        assert any(fnmatch(path.name, pattern) for pattern in patterns)
