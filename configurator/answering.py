@@ -9,15 +9,20 @@ far as F_Ad and simulator know, or is the nearest and says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from csps.configurator.bound_buckets import objectives
 from csps.configurator.enumeration import Judging, Loss, Ratios, Space
-from csps.configurator.layer_groups import LARGEST_RATIO
+from csps.configurator.layer_groups import LARGEST_RATIO, LayerGroups
+from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import prefill_seconds
-from csps.configurator.regressors.direct import DirectModel, Objective, Predicted
-from csps.configurator.search import Answer, Question, chosen, compared
+from csps.configurator.regressors.direct import DirectModel, Predicted
+from csps.configurator.search import Answer, Found, Question, chosen, compared
 from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import ConfigError
+from csps.protocols.plans import ObjectiveKind
 
 STEPS = 16
 """In which ratios go from nothing to what was said, and on to as much as is allowed."""
@@ -25,21 +30,63 @@ WHOLE = CsaSettings(levels=1, pipelined=False, strategy="ntp")
 """Exact SP-NTP, not cut."""
 
 
+def answered_space(layers: int) -> Space:
+    """What answers are looked for in, and learned from: coarser than what `csps plan` compares,
+    since neighbours of what regressors say are tried.
+
+    Args:
+        layers: of the model.
+    """
+    return Space(
+        groups=LayerGroups.alike(layers),
+        step=0.1,
+        micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
+        judging=(Judging("same", 64), Judging("previous", 64)),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
     """Answers questions of one space."""
 
     space: Space
-    models: Mapping[Objective, DirectModel]
+    models: Mapping[ObjectiveKind, DirectModel]
 
     def answer(self, question: Question, loss: Loss) -> Answer:
         """The best of what is near to what the regressors say."""
-        (exact_s,) = prefill_seconds(question.group, [WHOLE], question.tokens).tolist()
-        said = self.models[question.objective.kind].predict(question, exact_s)
-        candidates = dict.fromkeys(
-            [*self._exact(question, said), *self._repaired(question, said, loss)]
-        )
+        exact_s = exact_seconds(question.group, question.tokens)
+        candidates = dict.fromkeys(self._near_said(question, exact_s, loss))
         return chosen(question, compared(question, list(candidates), loss))
+
+    def answers(
+        self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
+    ) -> list[Found]:
+        """The best for each bucket of bounds of both objectives that can be kept, each once. All
+        are compared for each, so that a wider bound is never answered by what takes longer.
+
+        Args:
+            given: fields that stay as they are.
+        """
+        exact_s = exact_seconds(group, tokens)
+        asked = [
+            Question(group=group, tokens=tokens, objective=objective)
+            for kind in self.models
+            for objective in objectives(kind, exact_s)
+        ]
+        candidates = dict.fromkeys(
+            candidate
+            for question in asked
+            for candidate in self._near_said(question, exact_s, loss)
+        )
+        held = list(dict.fromkeys(_held(candidates, given or {})))
+        found = compared(asked[0], held, loss) if held else []
+        answers = [chosen(question, found) for question in asked] if found else []
+        return list(dict.fromkeys(it.best for it in answers if it.met))
+
+    def _near_said(self, question: Question, exact_s: float, loss: Loss) -> Iterator[CsaSettings]:
+        said = self.models[question.objective.kind].predict(question, exact_s)
+        yield from self._exact(question, said)
+        yield from self._repaired(question, said, loss)
 
     def _exact(self, question: Question, said: Predicted) -> Iterator[CsaSettings]:
         """Exact attention with micro-partitions near those that were said."""
@@ -109,6 +156,20 @@ class Answerer:
                 if 0 <= place < len(of_level):
                     moved = [*places[:level], place, *places[level + 1 :]]
                     yield tuple(a[n] for n, a in zip(moved, allowed, strict=True))
+
+
+def exact_seconds(group: SimulatedGroup, tokens: int) -> float:
+    """What a prompt takes with exact SP-NTP that is not cut."""
+    return float(prefill_seconds(group, [WHOLE], tokens)[0])
+
+
+def _held(candidates: Iterable[CsaSettings], given: Mapping[str, Any]) -> Iterator[CsaSettings]:
+    """Candidates with the fields that are given, as far as the two can be had together."""
+    for candidate in candidates:
+        try:
+            yield replace(candidate, **given)
+        except ConfigError:
+            continue
 
 
 def _nearest(numbers: Sequence[int], wish: float) -> int:

@@ -55,12 +55,8 @@ class Question:
 
     @property
     def most_loss(self) -> float:
-        """Bound on the loss of accuracy: with the objective of least TTFT none is allowed unless
-        the client says so."""
-        bound = self.objective.max_accuracy_loss
-        if bound is None:
-            return 0.0 if self.objective.kind == "ttft" else 1.0
-        return bound
+        """Bound on the loss of accuracy."""
+        return self.objective.most_loss
 
     @property
     def most_seconds(self) -> float:

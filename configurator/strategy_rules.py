@@ -7,7 +7,10 @@ it is spread over ranks, if left open, is what moves least as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from csps.configurator.predicted_options import PredictedOptions, predicted_loss
+from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_choice import Strategy, exact_options, least, sparse_options
 from csps.configurator.traffic import Traffic
@@ -23,6 +26,9 @@ from csps.protocols.plans import (
 )
 from csps.protocols.topology import Topology
 
+MANY = "no group of so many instances, or of so few tokens, was simulated"
+NOTHING = "nothing that was compared has what the client has fixed"
+
 
 class StrategyRules:
     """See the module.
@@ -30,21 +36,52 @@ class StrategyRules:
     Args:
         shape: the model's attention, for what each strategy moves.
         link_ratio: how much longer an element takes between servers than inside one.
+        accuracy: what sparse attention loses; None if that was never measured.
+        predicted: what accuracy may be traded for; or why there is nothing, for people.
     """
 
-    def __init__(self, shape: AttentionShape, *, link_ratio: float = 1.0) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        link_ratio: float = 1.0,
+        accuracy: AccuracyModel | None = None,
+        predicted: PredictedOptions | str = "nothing was compared",
+    ) -> None:
         self._shape, self._link_ratio = shape, link_ratio
+        self._accuracy, self._predicted = accuracy, predicted
 
     def answer(self, questions: StrategyQuestions) -> StrategyChoices:
-        """The strategies of buckets of the cost table."""
+        """What requests of buckets of the cost table may choose from."""
         return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
 
-    def _answer(self, asked: StrategyQuestion) -> StrategyChoice:
-        places = [
-            f"0-{server}-{place}"
-            for server, instances in enumerate(asked.servers)
-            for place in range(instances)
-        ]
+    def _answer(self, asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
+        usual = self._usual(asked)
+        if asked.csa is not None and not asked.bounded:
+            return (replace(usual, loss=self._loss(asked)),)
+        if len(asked.places) == 1:
+            return (usual,)  # exact whatever is asked for
+        predicted = self._predicted
+        if isinstance(predicted, str):
+            return (_without(usual, predicted) if asked.bounded else usual,)
+        if not predicted.can_answer(asked):
+            return (_without(usual, MANY) if asked.bounded else usual,)
+        if asked.bounded:
+            return predicted.options(asked) or (_without(usual, NOTHING),)
+        # Inside a server exchanges are short, and what is cut is more work.
+        return (predicted.exact(asked) or usual if len(asked.servers) > 1 else usual,)
+
+    def _loss(self, asked: StrategyQuestion) -> float | None:
+        """Of drop ratios that the client has fixed."""
+        if asked.csa is None or asked.csa.lossless or len(asked.places) == 1:
+            return 0.0
+        if self._accuracy is None:
+            return None
+        return predicted_loss(self._accuracy, asked, self._shape.layers)
+
+    def _usual(self, asked: StrategyQuestion) -> StrategyChoice:
+        """What moves least."""
+        places = asked.places
         # A group may have fewer tokens than instances only if it is empty there.
         tokens = max(asked.tokens, len(places))
         return self.choose(asked.csa, group=Topology.of(places), tp=asked.tp, tokens=tokens)
@@ -100,6 +137,11 @@ class StrategyRules:
                 f"{instances} instance{'s' * (instances > 1)}{counted}: {figures}"
             ),
         )
+
+
+def _without(usual: StrategyChoice, why: str) -> StrategyChoice:
+    """Exact attention, as nothing is known to trade accuracy for."""
+    return replace(usual, reason=f"exact, as {why}; {usual.reason}")
 
 
 def even_spts(tokens: int, members: int) -> list[int]:

@@ -119,6 +119,9 @@ class CspsOptions(_CsaOptions):
     """Share of accuracy that may be lost."""
     max_ttft_ms: Annotated[float, above(0)] | None = None
     attention: Literal["auto", "exact", "csa"] = "auto"
+    unmet: Literal["closest", "refuse"] = "closest"
+    """What becomes of a request whose bounds are predicted not to be kept: it runs by what comes
+    nearest, and says so, or is refused."""
     explain: bool = False
     """The answer reports plan and timings."""
 

@@ -8,6 +8,7 @@
     │   ├── ContextLengthExceeded        400  prompt and answer do not fit
     │   ├── Unauthorized                 401  no API key, or a wrong one
     │   ├── ModelNotFound                404  the model is not served here
+    │   ├── BoundNotMet                  422  nothing would keep the bounds that the client sets
     │   └── QueueFull                    429  come back after `retry_after_s`
     ├── ConfigError (ValueError)         the operator's mistake
     └── FaultError (RuntimeError)        nobody's mistake; the request may be tried again
@@ -130,6 +131,25 @@ class ModelNotFound(RequestError):
 
     def wire_data(self) -> dict[str, Any]:
         return {"model": self.model, "served": self.served}
+
+
+class BoundNotMet(RequestError):
+    """The client would rather have no answer than one that breaks its bounds."""
+
+    status = 422
+    code = "bound_not_met"
+
+    def __init__(self, *, ttft_ms: float, loss: float | None) -> None:
+        self.ttft_ms, self.loss = ttft_ms, loss
+        lost = "" if loss is None else f" and a loss of accuracy of {loss:.3g}"
+        super().__init__(
+            f"No way to compute this prompt now is predicted to keep the bounds of the request: "
+            f"the nearest would take {ttft_ms:.0f} ms to the first token{lost}.",
+            param="csps.unmet",
+        )
+
+    def wire_data(self) -> dict[str, Any]:
+        return {"ttft_ms": self.ttft_ms, "loss": self.loss}
 
 
 class QueueFull(RequestError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,7 @@ from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import Architecture, CsaSettings
 
 Attention = Literal["auto", "exact", "csa"]
+ObjectiveKind = Literal["ttft", "accuracy"]
 
 ENGINE_NAMES: dict[Architecture, str] = {"ntp": "csa", "tp": "sp_tp", "tp_flat": "sp_tp_flat"}
 """Sparse attention's architectures as `actors/engine/choice.py` names them."""
@@ -33,13 +34,19 @@ RIDE = "ride"
 """In a strategy's place, of prompts that a stream computes in pieces beside rows that decode."""
 AUTO = "auto"
 """The class of requests that ask for nothing of their own: exact, by whichever strategy."""
+BOUNDED = "bounded"
+"""The class of requests that leave all to the configurator, within bounds."""
+BOUNDS = "?"
+"""In the scheduler's name of a class: what stands behind it are a request's bounds."""
+KNOWN_BOUNDS = 4_096
+"""Names of classes that are read only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """CSPS §3.2.6: least TTFT under an accuracy-loss bound, or the other way round."""
 
-    kind: Literal["ttft", "accuracy"] = "ttft"
+    kind: ObjectiveKind = "ttft"
     max_accuracy_loss: float | None = None
     """Fraction in [0, 1]; None with kind "ttft" means none is allowed."""
     max_ttft_ms: float | None = None
@@ -49,28 +56,90 @@ class Objective:
         """Whether either bound was set."""
         return self.max_accuracy_loss is not None or self.max_ttft_ms is not None
 
+    @property
+    def most_loss(self) -> float:
+        """Bound on the loss of accuracy: with the objective of least TTFT none is allowed unless
+        the client says so."""
+        if self.max_accuracy_loss is None:
+            return 0.0 if self.kind == "ttft" else 1.0
+        return self.max_accuracy_loss
+
+    def met(self, ttft_ms: float, loss: float | None) -> bool | None:
+        """Whether a prediction keeps the bounds; None if there are none, or nobody knows.
+
+        Args:
+            loss: of accuracy; None was not predicted.
+        """
+        if not self.bounded:
+            return None
+        if self.max_ttft_ms is not None and ttft_ms > self.max_ttft_ms:
+            return False
+        if self.max_accuracy_loss is None:
+            return True
+        return None if loss is None else loss <= self.max_accuracy_loss
+
+    @property
+    def key(self) -> str:
+        """All of it, as a name."""
+        return f"{self.kind}:{self.max_accuracy_loss}:{self.max_ttft_ms}"
+
+    @classmethod
+    def of_key(cls, key: str) -> Objective:
+        """The objective of that name."""
+        kind, *bounds = key.split(":")
+        loss, ttft_ms = (None if it == "None" else float(it) for it in bounds)
+        return cls(
+            kind="ttft" if kind == "ttft" else "accuracy",
+            max_accuracy_loss=loss,
+            max_ttft_ms=ttft_ms,
+        )
+
 
 @dataclass(frozen=True)
 class RequestClass:
-    """How a request may attend. Requests of one class can share a step, and the cost table has one
-    row for all of them."""
+    """How a request may attend. Requests of one class can share a step."""
 
     csa: CsaSettings | None = None
-    """Sparse attention as asked for; None is exact."""
+    """Sparse attention as asked for; None is exact, unless an objective is given."""
     strategy: AskedRing | None = None
     """Exact attention as asked for; None: by whichever strategy."""
+    objective: Objective | None = None
+    """What the configurator may trade for what; None leaves it nothing that loses accuracy."""
+    given: tuple[str, ...] = ()
+    """With an objective: the fields of `csa` that are to stay as they are."""
 
     @cached_property
     def key(self) -> str:
-        """The scheduler's name of the class: what it runs by while its bucket of the cost table is
-        cold, and a digest of the rest."""
+        """The scheduler's name of the class."""
+        return self.row if self.objective is None else f"{self.row}{BOUNDS}{self.objective.key}"
+
+    @cached_property
+    def row(self) -> str:
+        """The cost table's name of the class, which has the answers for all bounds: what it runs by
+        while its bucket is cold, and a digest of the rest."""
         if self.csa is None:
             asked = (key for key, ring in RING_CLASSES.items() if ring == self.strategy)
-            return next(asked, AUTO)
-        digest = hashlib.sha256(msgspec.json.encode(self.csa, order="deterministic"))
+            return next(asked, AUTO if self.objective is None else BOUNDED)
+        content = self.csa, self.given, self.objective is None
+        digest = hashlib.sha256(msgspec.json.encode(content, order="deterministic"))
         fixed = self.csa.strategy
         cold = SPARSE if fixed is None else ENGINE_NAMES[fixed]
         return f"{cold}/{digest.hexdigest()[:16]}"
+
+
+class Wanted(NamedTuple):
+    """What the scheduler's name of a class says."""
+
+    row: str
+    """Of the cost table."""
+    objective: Objective | None
+
+
+@lru_cache(KNOWN_BOUNDS)
+def wanted(cls: str) -> Wanted:
+    """What a request of this class may have."""
+    row, bounds, key = cls.partition(BOUNDS)
+    return Wanted(row, Objective.of_key(key) if bounds else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +156,9 @@ class Plan:
     """From submission, as predicted when the prompt got its place; None where a former attempt has
     drawn the first token."""
     predicted_accuracy_loss: float | None = None
+    bounds_met: bool | None = None
+    """Whether the request's bounds are kept, as far as that is predicted; None without bounds, and
+    where the loss of accuracy was not predicted."""
     reason: str = ""
 
 
@@ -96,11 +168,24 @@ class StrategyQuestion:
 
     csa: CsaSettings | None
     """Of the class."""
+    bounded: bool = False
+    """Requests of the class say by bounds what they choose."""
+    given: tuple[str, ...] = ()
+    """Fields of `csa` that are to stay as they are, if they do."""
     servers: tuple[int, ...]
     """Instances of the group on each server, in topology order."""
     tp: int
     tokens: int
     """A length in the middle of the bucket."""
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Rack-Server-GPU ids of such a group, all in one rack."""
+        return tuple(
+            f"0-{server}-{place}"
+            for server, instances in enumerate(self.servers)
+            for place in range(instances)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +197,21 @@ class StrategyQuestions:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
-    """A strategy by the engine's name (`actors/engine/choice.py`), and why, for people."""
+    """One way to attend."""
 
     strategy: str
+    """An option (`protocols.options`)."""
     reason: str
+    """For it, for people."""
+    permille: int = 1000
+    """Its time in thousandths of what exact attention takes that is not cut; of an option without
+    settings, of what is known of it by its name."""
+    loss: float | None = 0.0
+    """Predicted loss of accuracy; None if nobody can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyChoices:
-    """The answer, in the order of the questions."""
+    """The answer, in the order of the questions: for each what its requests may choose from."""
 
-    chosen: tuple[StrategyChoice, ...]
+    chosen: tuple[tuple[StrategyChoice, ...], ...]

@@ -47,7 +47,7 @@ READY_S = 20.0
 async def exact(questions: StrategyQuestions) -> StrategyChoices:
     """In the configurator's place: exact attention for everybody."""
     choice = StrategyChoice(strategy=EXACT_STRATEGY, reason="paced ranks know no other")
-    return StrategyChoices(chosen=(choice,) * len(questions.asked))
+    return StrategyChoices(chosen=((choice,),) * len(questions.asked))
 
 
 async def serve(

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import lightgbm
 import numpy as np
@@ -31,9 +30,9 @@ from csps.configurator.regressors.saved import Description, load, save
 from csps.configurator.search import Found, Question
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
+from csps.protocols.plans import ObjectiveKind
 from csps.protocols.topology import MAX_LEVELS, Topology
 
-Objective = Literal["ttft", "accuracy"]
 FEATURES = (
     "bound",
     "log2 tokens",
@@ -120,7 +119,7 @@ class DirectModel:
     def load(
         cls,
         folder: Path,
-        objective: Objective,
+        objective: ObjectiveKind,
         runs: int,
         trained_for: Mapping[str, str] | None,
     ) -> DirectModel:
@@ -140,7 +139,7 @@ class DirectModel:
 
 
 def train_direct(
-    objective: Objective,
+    objective: ObjectiveKind,
     samples: Sequence[DirectSample],
     trained_for: Mapping[str, str],
     *,
@@ -248,7 +247,7 @@ def fingerprint(samples: Sequence[DirectSample]) -> str:
 
 
 def _trained(
-    objective: Objective, names: Sequence[str], samples: Sequence[DirectSample]
+    objective: ObjectiveKind, names: Sequence[str], samples: Sequence[DirectSample]
 ) -> dict[str, lightgbm.Booster]:
     asked = np.array([it.features for it in samples])
     return {
@@ -265,7 +264,7 @@ def _trained(
     }
 
 
-def _monotone(objective: Objective, name: str) -> list[int]:
+def _monotone(objective: ObjectiveKind, name: str) -> list[int]:
     """More loss may be spent on dropping more; more time needs less of it."""
     of_bound = 0
     if name.startswith("ratio"):

@@ -9,16 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from csps.configurator.answering import WHOLE
+from csps.configurator.bound_buckets import LOSSES, objectives
 from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.regressors.direct import DirectSample, Objective, sample_of
+from csps.configurator.regressors.direct import DirectSample, sample_of
 from csps.configurator.search import Found, Question, admissible, chosen, compared
-from csps.protocols import plans
-
-LOSSES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Bounds on the loss that are learned from."""
-TIMES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.5)
-"""Bounds on TTFT, of what exact attention takes that is not cut."""
+from csps.protocols.plans import Objective, ObjectiveKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +33,22 @@ class Simulated:
 
 def simulated(group: SimulatedGroup, tokens: int, space: Space, loss: Loss) -> Simulated:
     """Whatever loses no more than the widest bound."""
-    widest = plans.Objective(max_accuracy_loss=LOSSES[-1])
+    widest = Objective(max_accuracy_loss=LOSSES[-1])
     question = Question(group=group, tokens=tokens, objective=widest)
     found = compared(question, admissible(question, space, loss), loss)
     return Simulated(group=group, tokens=tokens, found=found)
 
 
 def direct_samples(
-    prompts: Iterable[Simulated], kind: Objective, space: Space
+    prompts: Iterable[Simulated], kind: ObjectiveKind, space: Space
 ) -> list[DirectSample]:
     """The best of every prompt within every bound; what cannot be kept teaches nothing."""
     samples = []
     for prompt in prompts:
-        for objective in _objectives(kind, prompt.exact_seconds):
+        for objective in objectives(kind, prompt.exact_seconds):
             question = Question(group=prompt.group, tokens=prompt.tokens, objective=objective)
             answer = chosen(question, prompt.found)
             if answer.met:
                 sample = sample_of(question, answer.best, prompt.exact_seconds, space.groups)
                 samples.append(sample)
     return samples
-
-
-def _objectives(kind: Objective, exact_seconds: float) -> Iterable[plans.Objective]:
-    if kind == "ttft":
-        return (plans.Objective(kind=kind, max_accuracy_loss=bound) for bound in LOSSES)
-    most = (1000 * exact_seconds * share for share in TIMES)
-    return (plans.Objective(kind=kind, max_ttft_ms=bound) for bound in most)

@@ -20,7 +20,7 @@ from csps.services.launch.settings import Settings
 from csps.services.telemetry import tracing
 
 CONNECT_DEADLINE_S = 10.0
-ANSWER_DEADLINE_S = 5.0
+ANSWER_DEADLINE_S = 60.0
 """Of the call. No request waits for it."""
 CLOSE_GRACE_S = 1.0
 
@@ -43,11 +43,12 @@ class Configurator:
         """Where to ask."""
         return self._address
 
-    def _strategies(self, payload: Any, peer: Peer) -> dict[str, Any]:
+    async def _strategies(self, payload: Any, peer: Peer) -> dict[str, Any]:
         questions = unpack(StrategyQuestions, payload)
         with _TRACER.start_as_current_span("configure") as span:
             span.set_attribute("csps.configurator.buckets", len(questions.asked))
-            return pack(self._rules.answer(questions))
+            # Simulating takes seconds, and others ask meanwhile whether this process lives.
+            return pack(await asyncio.to_thread(self._rules.answer, questions))
 
     async def __del__(self) -> None:
         await self._rpc.close(CLOSE_GRACE_S)
@@ -55,12 +56,22 @@ class Configurator:
 
 
 def make_rules(settings: Settings) -> StrategyRules:
-    """The rules for the model, and for the links that the operator has measured.
+    """The rules for the model, for the links that the operator has measured, and for what was
+    profiled.
 
     Raises:
         CheckpointError: the model's directory does not say.
     """
-    return StrategyRules(attention_shape(settings), link_ratio=settings.topology.link_ratio)
+    # As below.
+    from csps.services.profiling.option_source import accuracy_model, predicted_options
+
+    accuracy = accuracy_model(settings)
+    return StrategyRules(
+        attention_shape(settings),
+        link_ratio=settings.topology.link_ratio,
+        accuracy=None if isinstance(accuracy, str) else accuracy,
+        predicted=predicted_options(settings, accuracy),
+    )
 
 
 def attention_shape(settings: Settings) -> AttentionShape:
@@ -71,16 +82,9 @@ def attention_shape(settings: Settings) -> AttentionShape:
     """
     # The shell is imported to build the application as well, where torch is not needed.
     from csps.models.spec import read_spec
+    from csps.services.profiling.measured_groups import shape_of
 
-    spec = read_spec(settings.model_dir)
-    return AttentionShape(
-        hidden=spec.hidden,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        layers=spec.layers,
-        lse=1 if settings.dtype == "float32" else 2,
-    )
+    return shape_of(read_spec(settings.model_dir), settings)
 
 
 class ConfiguratorClient:

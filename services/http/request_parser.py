@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from csps.models.chat_template import ChatTemplate, read_chat_template
 from csps.models.spec import ModelSpec, read_spec
 from csps.models.tokenizer import Tokenizer
+from csps.protocols.csa import ALL_QUERIES
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.csps_options import CspsOptions
 from csps.protocols.errors import (
@@ -134,14 +135,21 @@ class RequestParser:
         ids = np.asarray(prompt, np.int32)
         self._check_prompt(ids)
         max_tokens = self._max_tokens(request, len(prompt), arrival.fit)
-        prefix = self._prefix(request, arrival)
+        wanted, given = objective(request.csps), given_of_csa(request.csps)
+        is_open = leaves_open(request.csps, given)
+        prefix = self._prefix(request, arrival, wanted if is_open else None)
         generation = Generation(
             request_id=arrival.request_id,
             prompt=ids,
             sampling=self._sampling(request, max_tokens, alternatives),
-            objective=objective(request.csps),
+            objective=wanted,
             attention=request.csps.attention,
-            csa=csa_settings(request.csps) if request.csps.attention == "csa" else None,
+            csa=None
+            if request.csps.attention != "csa" or (is_open and not given)
+            else csa_settings(request.csps),
+            open=is_open,
+            given=given if is_open else (),
+            refuses=request.csps.unmet == "refuse",
             strategy=request.csps.ring,
             slo=self.slo(arrival.asked, prompt_tokens=len(prompt)),
             deadline_s=self._deadline_s,
@@ -150,11 +158,22 @@ class RequestParser:
         )
         return Accepted(request=request, generation=generation)
 
-    def _prefix(self, request: GenerationRequest, arrival: Arrival) -> PrefixKey | None:
-        """Of a request that may reuse KV: sparse attention sees its prompt in its own way."""
+    def _prefix(
+        self, request: GenerationRequest, arrival: Arrival, bounds: Objective | None
+    ) -> PrefixKey | None:
+        """Of a request that may reuse KV: sparse attention sees its prompt in its own way.
+
+        Args:
+            bounds: within which its KV may be less than exact.
+        """
         if not self._reuses or request.csps.attention == "csa":
             return None
-        return PrefixKey.of(owner=arrival.owner, salt=request.cache_salt, block=BLOCK_TOKENS)
+        return PrefixKey.of(
+            owner=arrival.owner,
+            salt=request.cache_salt,
+            block=BLOCK_TOKENS,
+            bounds="" if bounds is None else bounds.key,
+        )
 
     def _check_model(self, model: str) -> None:
         if model != self.model:
@@ -249,14 +268,39 @@ def objective(options: CspsOptions) -> Objective:
     )
 
 
+def leaves_open(options: CspsOptions, given: tuple[str, ...]) -> bool:
+    """Whether the configurator may choose, within bounds, what the request's attention drops: those
+    that have bounds and no attention of their own, and sparse attention without a drop ratio.
+
+    Args:
+        given: `given_of_csa`.
+    """
+    if options.attention == "csa":
+        by_hand = {"drop_ratios", "nested", "decode_kept_only"}
+        return not by_hand & set(given)
+    return options.attention == "auto" and options.ring is None and objective(options).bounded
+
+
+def given_of_csa(options: CspsOptions) -> tuple[str, ...]:
+    """Fields of `CsaSettings` that the client fixes."""
+    named = {it.name: it.name for it in fields(CsaSettings)} | {"drop_ratios": "drop_ratio"}
+    return tuple(name for name, option in named.items() if getattr(options, option) is not None)
+
+
 def csa_settings(options: CspsOptions) -> CsaSettings:
-    """What the client fixes of its sparse attention; what it leaves open drops nothing."""
-    names = {it.name for it in fields(CsaSettings)} - {"drop_ratios"}
-    given = {name: getattr(options, name) for name in names}
-    settings = CsaSettings(**{name: it for name, it in given.items() if it is not None})
-    if options.drop_ratio is None:
+    """What the client fixes of its sparse attention; what it leaves open drops nothing, and judges
+    by the same layer where that can be had: what the layer before looked at may be something
+    else, which models of few layers show (benchmarks/results/two-servers-2026-11-21.md)."""
+    given = {
+        name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
+    }
+    settings = CsaSettings(**given)
+    if options.drop_ratio is not None:
+        settings = replace(settings, drop_ratios=options.drop_ratio)
+    by_tp = settings.strategy in ("tp", "tp_flat")
+    if "importance_layer" in given or by_tp or settings.importance_window == ALL_QUERIES:
         return settings
-    return replace(settings, drop_ratios=options.drop_ratio)
+    return replace(settings, importance_layer="same")
 
 
 def read_slo(headers: Mapping[str, str]) -> Slo:

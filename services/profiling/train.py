@@ -6,34 +6,39 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from csps.configurator.enumeration import Judging, Space
-from csps.configurator.layer_groups import LayerGroups
+from csps.configurator.answering import answered_space
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.profiles import fit_phases, link_speed
 from csps.configurator.regressors.accuracy import AccuracyModel, train_accuracy
-from csps.configurator.regressors.direct import DirectModel, Objective, fingerprint, train_direct
+from csps.configurator.regressors.direct import DirectModel, fingerprint, train_direct
 from csps.configurator.regressors.measured import accuracy_samples
+from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
 from csps.configurator.regressors.training_set import direct_samples, simulated
 from csps.configurator.scaling_information_base import (
     AccuracyRow,
-    LinkRow,
-    PhaseRow,
+    Identity,
     ScalingInformationBase,
 )
-from csps.configurator.shapes import AttentionShape
 from csps.models.spec import ModelSpec, read_spec
 from csps.protocols.errors import ConfigError
+from csps.protocols.plans import ObjectiveKind
 from csps.protocols.topology import Topology
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.model_check import check_model
 from csps.services.launch.settings import Settings
 from csps.services.profiling.identity import identity_of
+from csps.services.profiling.measured_groups import MeasuredGroups
+from csps.services.profiling.option_source import (
+    KINDS,
+    accuracy_folder,
+    direct_folder,
+    of_machine,
+    of_model,
+    regressors_folder,
+)
 from csps.services.profiling.plan import group_sizes
 
 LENGTHS = tuple(1 << exponent for exponent in range(10, 21, 2))
 """Tokens of prompts that are learned from, as far as the model takes them."""
-KINDS: tuple[Objective, ...] = ("ttft", "accuracy")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,26 +51,39 @@ def main(argv: Sequence[str]) -> None:
     base = ScalingInformationBase.read(path, identity)
     if base is None:
         raise ConfigError(f"there is no {path}: nothing has been measured")
-    spec, out = read_spec(settings.model_dir), arguments.out or path.with_suffix(".regressors")
-    # Accuracy depends on these alone, times on the machine as well.
-    of_model = {"weights": identity.weights, "dtype": identity.dtype}
-    of_machine = {**of_model, "device": identity.device, "torch": identity.torch}
+    spec, out = read_spec(settings.model_dir), arguments.out or regressors_folder(path)
     with base:
-        samples = accuracy_samples(base.rows(AccuracyRow), layers=spec.layers)
-        accuracy = train_accuracy(samples, of_model)
-        accuracy.save(out / "accuracy")
-        for line in _accuracy_lines(accuracy, out / "accuracy"):
-            print(line)
+        accuracy = _accuracy(base, identity, spec, accuracy_folder(out))
         try:
-            groups = _groups(base, settings, spec)
+            groups = _groups(base, settings)
         except ConfigError as error:
             print(f"times were not profiled, so that nothing was learned about them: {error}")
             return
-    for model in _direct(groups, accuracy, spec, of_machine):
-        folder = out / model.description.kind
+    for kind, model in _direct(groups, accuracy, spec, of_machine(identity)):
+        folder = direct_folder(out, kind)
         model.save(folder)
-        print(f"best for objective '{model.description.kind}', in {folder}")
+        print(f"best for objective '{kind}', in {folder}")
         print(f"  {model.description.samples} answers of the search")
+
+
+def _accuracy(
+    base: ScalingInformationBase, identity: Identity, spec: ModelSpec, folder: Path
+) -> AccuracyModel:
+    """What was measured with this model; where nothing was, what ships of it.
+
+    Raises:
+        ConfigError: too little was measured, or nothing of a model of which nothing ships.
+    """
+    rows = base.rows(AccuracyRow)
+    shipped = None if rows else shipped_accuracy(identity.weights)
+    if shipped is not None:
+        print(f"loss of accuracy, as it ships: {shipped.description.samples} configurations")
+        return shipped
+    accuracy = train_accuracy(accuracy_samples(rows, layers=spec.layers), of_model(identity))
+    accuracy.save(folder)
+    for line in _accuracy_lines(accuracy, folder):
+        print(line)
+    return accuracy
 
 
 def _direct(
@@ -73,13 +91,8 @@ def _direct(
     accuracy: AccuracyModel,
     spec: ModelSpec,
     trained_for: dict[str, str],
-) -> Iterator[DirectModel]:
-    space = Space(
-        groups=LayerGroups.alike(spec.layers),
-        step=0.1,
-        micro_partitions=((4, 8, 16), (1, 4), (1, 2)),
-        judging=(Judging("same", 64), Judging("previous", 64)),
-    )
+) -> Iterator[tuple[ObjectiveKind, DirectModel]]:
+    space = answered_space(spec.layers)
     prompts = [
         simulated(
             group,
@@ -93,45 +106,22 @@ def _direct(
     ]
     for kind in KINDS:
         samples = direct_samples(prompts, kind, space)
-        yield train_direct(kind, samples, trained_for, training_set=fingerprint(samples))
+        yield kind, train_direct(kind, samples, trained_for, training_set=fingerprint(samples))
 
 
-def _groups(
-    base: ScalingInformationBase, settings: Settings, spec: ModelSpec
-) -> list[SimulatedGroup]:
+def _groups(base: ScalingInformationBase, settings: Settings) -> list[SimulatedGroup]:
     """Of the gang that prefills, near instances first.
 
     Raises:
         ConfigError: phases or links were not profiled.
     """
-    gang, tp, topology = settings.prefilling, settings.prefilling.tp, settings.topology
-    times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
-    inside = link_speed(base.rows(LinkRow), "inside")
-    between = LinkSpeed(
-        bytes_per_s=inside.bytes_per_s / topology.link_ratio, latency_s=inside.latency_s
-    )
+    gang, topology = settings.prefilling, settings.topology
+    measured = MeasuredGroups.read(base, settings)
     named = topology.prefill if settings.elastic is None else topology.elastic
     ids = named or [f"0-0-{rank}" for rank in range(gang.ranks)]
-    places = sorted(Topology.of(ids).locations[::tp])
-    element = 4 if settings.dtype == "float32" else 2
+    places = sorted(Topology.of(ids).locations[:: gang.tp])
     return [
-        SimulatedGroup(
-            shape=AttentionShape(
-                hidden=spec.hidden,
-                heads=spec.heads,
-                kv_heads=spec.kv_heads,
-                head_dim=spec.head_dim,
-                layers=spec.layers,
-                lse=4 // element,
-            ),
-            locations=tuple(map(str, places[:size])),
-            tp=tp,
-            times=times,
-            wiring=Wiring.of_servers(
-                [place.server_id for place in places[:size]], inside=inside, between=between
-            ),
-            itemsize=element,
-        )
+        measured.of_places([str(it) for it in places[:size]])
         for size in group_sizes(gang.instances)
     ]
 

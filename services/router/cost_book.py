@@ -10,20 +10,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from csps.protocols import trace_context
-from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
+from csps.protocols.options import parse_option
 from csps.protocols.plans import (
     AUTO,
+    BOUNDED,
     RING_CLASSES,
     RINGS,
+    Objective,
     RequestClass,
     StrategyChoice,
     StrategyChoices,
@@ -31,8 +34,17 @@ from csps.protocols.plans import (
     StrategyQuestions,
 )
 from csps.protocols.topology import Location
+from csps.services.router.measured_costs import OptionDrift, Overhead
+from csps.services.router.running import Running
 from csps.services.scheduling.commands import RunStep
-from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
+from csps.services.scheduling.cost import (
+    MILLION,
+    Allowed,
+    Bucket,
+    Costs,
+    CostTable,
+    bucket_of,
+)
 from csps.services.scheduling.events import AnyEvent, Calibrated
 from csps.services.scheduling.latency import LatencyKey, LatencyTable
 from csps.services.scheduling.latency_refit import Refit
@@ -42,8 +54,8 @@ _log = logging.getLogger(__name__)
 Configure = Callable[[StrategyQuestions], Awaitable[StrategyChoices]]
 """The configurator, wherever it runs; exceptions cost only the advice."""
 
-ANSWER_S = 5.0
-"""For the configurator's answer."""
+ANSWER_S = 60.0
+"""For the configurator's answer, which may have to simulate hundreds of configurations."""
 PAUSE_S = 1.0
 """Before a question that got none is asked again."""
 MAX_CLASSES = 64
@@ -52,6 +64,8 @@ REFIT_STEPS, REFIT_S = 16, 10.0
 """Latencies are fitted again after so many steps, and not more often than so many seconds."""
 LONGEST = 1 << 21
 """Tokens up to which buckets are filled before anybody asks."""
+_ALWAYS = {AUTO: RequestClass(), BOUNDED: RequestClass(objective=Objective())}
+"""Classes that are never forgotten."""
 
 
 class CostBook:
@@ -73,15 +87,16 @@ class CostBook:
         self._newest = table
         latencies = table.latencies
         self._refit = Refit(latencies) if isinstance(latencies, LatencyTable) else None
-        self._refitted_at, self._refitted = time.monotonic(), 0
+        self._refitted_at, self._steps = time.monotonic(), 0
         self.costs = Costs(table, self._store)
         """What the scheduler looks things up in."""
         self._configure, self._keep = configure, keep
         self._tell: Callable[[AnyEvent], None] | None = None
-        self._classes: OrderedDict[str, CsaSettings | None] = OrderedDict({AUTO: None})
+        self._drift, self._overhead = OptionDrift(), Overhead()
+        self._classes: OrderedDict[str, RequestClass] = OrderedDict(_ALWAYS)
         self._traces: dict[str, dict[str, str]] = {}
         """Of the latest request of each class that one was submitted of."""
-        self._choices: dict[Bucket, StrategyChoice] = {}
+        self._choices: dict[Bucket, dict[str, StrategyChoice]] = {}
         self._wanted: dict[Bucket, None] = {}
         self._asking: asyncio.Task[None] | None = None
 
@@ -99,11 +114,11 @@ class CostBook:
 
     def know(self, cls: RequestClass) -> None:
         """A request of this class was submitted."""
-        self._classes[cls.key] = cls.csa
-        self._classes.move_to_end(cls.key)
-        self._traces[cls.key] = trace_context.inject()
+        self._classes[cls.row] = cls
+        self._classes.move_to_end(cls.row)
+        self._traces[cls.row] = trace_context.inject()
         if len(self._classes) > MAX_CLASSES:
-            oldest = next(key for key in self._classes if key != AUTO)
+            oldest = next(row for row in self._classes if row not in _ALWAYS)
             del self._classes[oldest]
             self._traces.pop(oldest, None)
 
@@ -125,17 +140,31 @@ class CostBook:
 
     def why(self, bucket: Bucket, strategy: str) -> str:
         """Why a step runs by this strategy, for people."""
-        asked = RING_CLASSES.get(bucket.cls)
+        asked = RING_CLASSES.get(bucket.row)
         if asked == "ring":
             return f"'{strategy}', as the better ring {self._ring_rule(bucket)}"
         if asked is not None:
             return f"strategy '{asked}' as asked"
-        known = self._choices.get(bucket)
-        if known is not None and known.strategy == strategy:
+        known = self._choice(bucket, strategy)
+        if known is not None:
             return known.reason
         if strategy in RINGS:
             return f"'{strategy}', as this server's scheduling policy has it"
-        return f"'{strategy}', as nothing was compared yet for such prompts and groups"
+        name = parse_option(strategy).strategy
+        return f"'{name}', as nothing was compared yet for such prompts and groups"
+
+    def loss(self, bucket: Bucket, strategy: str) -> float | None:
+        """What a step by this option loses of accuracy; None if that was not predicted."""
+        known = self._choice(bucket, strategy)
+        return None if known is None else known.loss
+
+    @property
+    def overhead_ns(self) -> int:
+        """`CostTable.overhead_ns` in force."""
+        return self.costs.table.overhead_ns
+
+    def _choice(self, bucket: Bucket, strategy: str) -> StrategyChoice | None:
+        return self._choices.get(bucket, {}).get(strategy)
 
     def _ring_rule(self, bucket: Bucket) -> str:
         rings = self._newest.rings
@@ -149,7 +178,7 @@ class CostBook:
     def _want(self, buckets: Sequence[Bucket]) -> None:
         filled = self._newest.buckets
         self._wanted.update(
-            (it, None) for it in buckets if it not in filled and it.cls in self._classes
+            (it, None) for it in buckets if it not in filled and it.row in self._classes
         )
         if self._wanted and self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="ask the configurator")
@@ -157,8 +186,7 @@ class CostBook:
 
     async def _ask(self) -> None:
         while self._wanted:
-            wanted = [it for it in self._wanted if it.cls in self._classes]
-            self._wanted.clear()
+            wanted = self._next_wanted()
             if not wanted:
                 return  # their classes were forgotten meanwhile
             questions = StrategyQuestions(asked=tuple(map(self._question, wanted)))
@@ -176,41 +204,81 @@ class CostBook:
 
     def _trace_of(self, wanted: Sequence[Bucket]) -> dict[str, str]:
         """That of a request for which a bucket is wanted, which then shows the question."""
-        return next((it for bucket in wanted if (it := self._traces.get(bucket.cls))), {})
+        return next((it for bucket in wanted if (it := self._traces.get(bucket.row))), {})
+
+    def _next_wanted(self) -> list[Bucket]:
+        """All whose answers are a matter of microseconds; after them one at a time."""
+        wanted = [it for it in self._wanted if it.row in self._classes]
+        quick = [it for it in wanted if self._classes[it.row].objective is None]
+        asked = quick or wanted[:1]
+        self._wanted = {it: None for it in wanted if it not in set(asked)}
+        return asked
 
     def _question(self, bucket: Bucket) -> StrategyQuestion:
+        cls = self._classes[bucket.row]
         return StrategyQuestion(
-            csa=self._classes[bucket.cls],
+            csa=cls.csa,
+            bounded=cls.objective is not None,
+            given=cls.given,
             servers=bucket.shape.servers,
             tp=bucket.shape.tp,
             tokens=max(1, 3 << bucket.exponent >> 1),
         )
 
-    def _enter(self, chosen: Mapping[Bucket, StrategyChoice]) -> None:
+    def _enter(self, chosen: Mapping[Bucket, Sequence[StrategyChoice]]) -> None:
         """Put a table in force that has these buckets, and those of classes that are in use."""
         old = self._newest.buckets
-        buckets = {it: allowed for it, allowed in old.items() if it.cls in self._classes}
-        buckets |= {it: (Allowed(choice.strategy),) for it, choice in chosen.items()}
-        known = {**self._choices, **chosen}
+        buckets = {it: allowed for it, allowed in old.items() if it.row in self._classes}
+        buckets |= {it: tuple(map(_allowed, choices)) for it, choices in chosen.items()}
+        named = {it: {one.strategy: one for one in choices} for it, choices in chosen.items()}
+        known = {**self._choices, **named}
         self._choices = {it: choice for it, choice in known.items() if it in buckets}
         self._put_in_force(replace(self._newest, buckets=buckets))
 
     # --- measuring -----------------------------------------------------------------------------
 
-    def measured(self, command: RunStep, tp: int, took_s: float) -> None:
+    def measured(self, command: RunStep, shape: GroupShape, took_s: float) -> None:
         """A step has ended: how long it took, computing and exchanging."""
         if self._refit is None:
             return
-        key = LatencyKey(strategy=command.strategy, sp=len(command.group), tp=tp)
-        rows = [(piece.length, piece.start) for piece in command.pieces]
-        try:
-            self._refit.observe(key, rows, int(took_s * 1e9))
-        except ConfigError:
-            return  # nothing of this kind was ever profiled: there is nothing to correct
-        now, new = time.monotonic(), self._refit.observations - self._refitted
-        if new >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
-            self._refitted_at, self._refitted = now, self._refit.observations
-            self._put_in_force(replace(self._newest, latencies=self._refit.table()))
+        if parse_option(command.strategy).csa is not None:
+            self._note_option(command, shape, took_s)
+        else:
+            key = LatencyKey(strategy=command.strategy, sp=shape.sp, tp=shape.tp)
+            rows = [(piece.length, piece.start) for piece in command.pieces]
+            try:
+                self._refit.observe(key, rows, int(took_s * 1e9))
+            except ConfigError:
+                return  # nothing of this kind was ever profiled: there is nothing to correct
+        self._steps += 1
+        now = time.monotonic()
+        if self._steps >= REFIT_STEPS and now - self._refitted_at >= REFIT_S:
+            self._refitted_at, self._steps = now, 0
+            self._put_in_force(
+                replace(
+                    self._newest,
+                    latencies=self._refit.table(),
+                    buckets=self._drift.corrected(self._newest.buckets),
+                    overhead_ns=self._overhead.in_ns,
+                )
+            )
+
+    def _note_option(self, command: RunStep, shape: GroupShape, took_s: float) -> None:
+        """Of a step that computes one whole prompt."""
+        (piece, *others) = command.pieces
+        bucket = bucket_of(command.cls, shape, piece.start, command.bounds[-1])
+        found = self._newest.buckets.get(bucket, ())
+        allowed = next((it for it in found if it.strategy == command.strategy), None)
+        if allowed is not None and not others and not piece.start:
+            predicted_ns = self._newest.time_ns(allowed, shape, 0, piece.length)
+            self._drift.observe(bucket, allowed.strategy, took_s * 1e9 / predicted_ns)
+
+    def answered(self, running: Running) -> None:
+        """The first token of an answer has come."""
+        plan, ttft_s = running.plan, running.timings.ttft_s
+        if plan is None or plan.predicted_ttft_ms is None or ttft_s is None:
+            return
+        self._overhead.observe(round(ttft_s * 1e9 - plan.predicted_ttft_ms * MILLION))
 
     # --- tables --------------------------------------------------------------------------------
 
@@ -232,3 +300,9 @@ class CostBook:
             if digest == self.costs.table.digest:
                 return
             del self._store[digest]
+
+
+def _allowed(choice: StrategyChoice) -> Allowed:
+    """Of what nobody can say the loss of there is nothing to choose from."""
+    loss = choice.loss or 0.0
+    return Allowed(choice.strategy, choice.permille, math.ceil(loss * MILLION))

@@ -27,6 +27,7 @@ class _StoredTable(msgspec.Struct, frozen=True, array_like=True):
     latencies: bytes
     buckets: list[tuple[Bucket, tuple[Allowed, ...]]]
     rings: bytes | None = None
+    overhead_ns: int = 0
 
 
 class DecisionLog:
@@ -56,6 +57,7 @@ class DecisionLog:
             table.latencies.canonical,
             buckets,
             None if table.rings is None else table.rings.canonical,
+            table.overhead_ns,
         )
         (self._tables / table.digest).write_bytes(msgspec.msgpack.encode(stored))
 
@@ -109,4 +111,5 @@ def _read_table(path: Path) -> CostTable:
         latencies=parse_table(stored.latencies),
         buckets=dict(stored.buckets),
         rings=None if stored.rings is None else parse_rules(stored.rings),
+        overhead_ns=stored.overhead_ns,
     )

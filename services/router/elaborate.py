@@ -7,6 +7,7 @@ from itertools import pairwise
 from csps.protocols.csa import CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_client import GangClient
+from csps.protocols.options import parse_option
 from csps.protocols.plans import LEVELS, RIDE, Plan
 from csps.services.router.running import Generation
 from csps.services.scheduling.commands import RunStep
@@ -18,52 +19,70 @@ EXACT_WITH_LEVELS = CsaSettings()
 """Exact attention, as many levels as the locations tell apart."""
 
 
-def csa_plan(command: RunStep, settings: CsaSettings | None, gang: GangClient) -> CsaPlan | None:
+def settings_of(command: RunStep, generation: Generation) -> CsaSettings | None:
+    """Of a step by parts: what its option says, or else what was asked for.
+
+    Args:
+        generation: of one of its pieces, which are of one class.
+    """
+    strategy, chosen = parse_option(command.strategy)
+    if chosen is not None:
+        return chosen
+    if generation.csa is not None:
+        return generation.csa
+    if strategy == LEVELS:
+        return EXACT_WITH_LEVELS
+    return EXACT_OVER_PLACES if strategy.startswith("sp_tp") else None
+
+
+def csa_plan(command: RunStep, generation: Generation, gang: GangClient) -> CsaPlan | None:
     """How a step attends by parts; None if it does not.
 
     Args:
-        settings: of its pieces' class.
+        generation: of one of its pieces, which are of one class.
     """
-    over_places = command.strategy.startswith("sp_tp")
+    settings = settings_of(command, generation)
     if settings is None:
-        if command.strategy == LEVELS:
-            settings = EXACT_WITH_LEVELS
-        elif over_places:
-            settings = EXACT_OVER_PLACES
-        else:
-            return None
+        return None
     locations = gang.locations
     return settings.for_group(
         [locations[index_of(instance)] for instance in command.group],
         layers=gang.descriptions[0].layers,
         longest_spt=max(stop - start for start, stop in pairwise(command.bounds)),
-        every_query=over_places,
+        every_query=parse_option(command.strategy).strategy.startswith("sp_tp"),
     )
 
 
-def shown_plan(command: RunStep, generation: Generation, csa: CsaPlan | None, why: str) -> Plan:
+def shown_plan(
+    command: RunStep, generation: Generation, csa: CsaPlan | None, why: str, loss: float | None
+) -> Plan:
     """What `explain` answers.
 
     Args:
-        why: this strategy.
+        why: this option.
+        loss: predicted for it; None if it was not.
     """
-    settings = generation.csa
-    if settings is None:
+    settings = settings_of(command, generation)
+    strategy = parse_option(command.strategy).strategy
+    lossless = settings is None or settings.lossless
+    if generation.csa is None and lossless:
         return Plan(
-            strategy=command.strategy,
+            strategy=strategy,
             csa=csa,
             predicted_accuracy_loss=0.0,
             reason=f"{_why_exact(generation)}; {why}",
         )
+    assert settings is not None, "sparse attention without settings"
     assert csa is not None, "sparse attention without a plan"
-    reasons = [f"the client asked for sparse attention; {why}"]
-    if generation.objective.bounded:
-        reasons.append("whether it meets the bounds was not predicted")
+    wish = "sparse attention within the bounds" if generation.open else "sparse attention"
+    reasons = [f"the client asked for {wish}; {why}"]
+    if not lossless and loss is None:
+        reasons.append("what it loses of accuracy was not predicted")
     return Plan(
         attention="csa",
-        strategy=command.strategy,
+        strategy=strategy,
         csa=csa,
-        predicted_accuracy_loss=0.0 if settings.lossless else None,
+        predicted_accuracy_loss=0.0 if lossless or csa.levels == 1 else loss,
         reason="; ".join((*reasons, *settings.shortfalls(csa))),
     )
 
@@ -81,6 +100,4 @@ def ride_plan(generation: Generation, budget: int) -> Plan:
 def _why_exact(generation: Generation) -> str:
     if generation.attention == "exact":
         return "the client asked for exact attention"
-    if generation.objective.max_ttft_ms is not None:
-        return "exact attention loses nothing; whether it meets the TTFT bound was not predicted"
     return "exact attention loses nothing"

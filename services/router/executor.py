@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from csps.protocols.errors import ConfigError, ConnectionLost, DeadlineExceeded
+from csps.protocols.errors import BoundNotMet, ConfigError, ConnectionLost, DeadlineExceeded
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.messages import CancelRequest, JoinBatch, Keep, Release
@@ -26,7 +26,7 @@ from csps.services.router.step_messages import kv_shares, prefill_messages, rese
 from csps.services.router.steps import Steps
 from csps.services.router.trim import trimmed
 from csps.services.scheduling import commands
-from csps.services.scheduling.cost import Bucket
+from csps.services.scheduling.cost import Bucket, bucket_of
 from csps.services.scheduling.events import AnyEvent, StepDone
 from csps.services.scheduling.ids import SequenceId, gang_of, index_of
 
@@ -162,12 +162,26 @@ class Executor:
         gang = self._gangs.get(gang_of(command.group[0]))
         if gang is None:
             return
+        self._refuse_unmet(command, gang, sequences)
         in_place = {it.id: it.command.shares for it in sequences if it.decode is gang}
         rest, idle = trimmed(command, {it.id for it in sequences if it.over}, placed=in_place)
         for instance in idle:
             self._tell(StepDone(step=command.step, instance=instance, took_ns=0))
         if rest.pieces:
             self._launch_or_fail(rest, gang, [it for it in sequences if not it.over])
+
+    def _refuse_unmet(
+        self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
+    ) -> None:
+        """End requests whose bounds this step would break, if they want that."""
+        loss = self._costs.loss(_bucket(command, gang), command.strategy)
+        overhead_ns = self._costs.overhead_ns
+        for sequence in sequences:
+            running = sequence.running
+            if running.generation.refuses and not sequence.over:
+                ttft_s = (command.ends_ns + overhead_ns) / 1e9 - running.marks.submitted
+                if running.generation.objective.met(ttft_s * 1e3, loss) is False:
+                    self._reports.fail(sequence, BoundNotMet(ttft_ms=ttft_s * 1e3, loss=loss))
 
     def _launch_or_fail(
         self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
@@ -186,18 +200,20 @@ class Executor:
         self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
     ) -> None:
         """The sequencer. Nothing in here may await."""
-        csa = csa_plan(command, sequences[0].running.generation.csa, gang)
+        csa = csa_plan(command, sequences[0].running.generation, gang)
         for rank, message in enumerate(prefill_messages(command, sequences, gang, csa)):
             gang.notify(rank, "prefill", message)
-        self._steps.launched(command, gang, sequences)
+        bucket = _bucket(command, gang)
+        self._steps.launched(command, gang, sequences, bucket.shape)
         for piece, sequence in zip(command.pieces, sequences, strict=True):
             running = sequence.running
             if piece.start == sequence.command.cached:
                 running.placement = _shown(command, sequence)
-                why = self._costs.why(_bucket(command, gang), command.strategy)
-                running.plan = shown_plan(command, running.generation, csa, why)
+                why = self._costs.why(bucket, command.strategy)
+                loss = self._costs.loss(bucket, command.strategy)
+                running.plan = shown_plan(command, running.generation, csa, why, loss)
                 self._requests.launched(running)
-            running.expect_first_token(command.ends_ns)
+            running.expect_first_token(command.ends_ns, self._costs.overhead_ns)
 
     # --- decoding ------------------------------------------------------------------------------
 
@@ -324,5 +340,5 @@ def _shown(command: commands.RunStep, sequence: LiveSequence) -> Placement:
 def _bucket(command: commands.RunStep, gang: GangClient) -> Bucket:
     """Of the cost table, that the step's strategy was looked up in."""
     places = [Location.parse(gang.locations[index_of(it)]) for it in command.group]
-    exponent = command.bounds[-1].bit_length() - 1
-    return Bucket(command.cls, GroupShape.of(places, gang.tp), exponent)
+    history = max(it.start for it in command.pieces)
+    return bucket_of(command.cls, GroupShape.of(places, gang.tp), history, command.bounds[-1])

@@ -1,8 +1,8 @@
 """Names of prompts' beginnings, by which kept KV is found again.
 
 A chain hash of a block names all tokens up to its end, who may use their KV (API key and
-`cache_salt`), and that it is exact. So KV never goes from one key or salt to another: equal names
-would take two texts of one BLAKE2b digest of 16 bytes.
+`cache_salt`), and that it is exact, or within which bounds it is. So KV never goes from one key,
+salt or bound to another: equal names would take two texts of one BLAKE2b digest of 16 bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ class PrefixKey:
     block: int
 
     @classmethod
-    def of(cls, *, owner: bytes, salt: str | None, block: int) -> PrefixKey:
+    def of(cls, *, owner: bytes, salt: str | None, block: int, bounds: str = "") -> PrefixKey:
         """Of requests with the same API key (its digest, or nothing where none is needed) and the
-        same salt; none is another one than an empty one."""
+        same salt; none is another one than an empty one.
+
+        Args:
+            bounds: within which KV was computed that may not be exact.
+        """
         seed = blake2b(digest_size=DIGEST_BYTES)
         salted = b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
-        for part in (owner, salted):
+        for part in (owner, salted, *((bounds.encode(),) if bounds else ())):
             seed.update(len(part).to_bytes(8, "little") + part)
         return cls(seed.digest(), block)
 

@@ -21,10 +21,16 @@ class Requests:
 
     Args:
         tell: takes events for the scheduler.
+        answered: is told of first tokens, for what they teach about times.
     """
 
-    def __init__(self, observer: Observer, tell: Callable[[AnyEvent], None]) -> None:
-        self._observer, self._tell = observer, tell
+    def __init__(
+        self,
+        observer: Observer,
+        tell: Callable[[AnyEvent], None],
+        answered: Callable[[Running], None],
+    ) -> None:
+        self._observer, self._tell, self._answered = observer, tell, answered
         self._live: dict[RequestId, Running] = {}
         self._numbers = itertools.count(1)
         self.none_left = asyncio.Event()
@@ -87,6 +93,7 @@ class Requests:
         if last is None:
             running.first_token_at(now)
             self._observer.first_token(running)
+            self._answered(running)
         else:
             self._observer.token(running, now - last)
         if token.finish_reason is not None:

@@ -40,7 +40,13 @@ class Generation:
     objective: Objective = field(default_factory=Objective)
     attention: Attention = "auto"
     csa: CsaSettings | None = None
-    """With attention "csa"."""
+    """With attention "csa", unless all of it is open."""
+    open: bool = False
+    """How it attends is the configurator's choice, within the bounds of the objective."""
+    given: tuple[str, ...] = ()
+    """If it is: fields of `csa` that are not."""
+    refuses: bool = False
+    """It fails if its bounds are not going to be met."""
     strategy: AskedRing | None = None
     """Of exact attention, if one was asked for."""
     slo: Slo = field(default_factory=Slo)
@@ -54,7 +60,8 @@ class Generation:
     @cached_property
     def cls(self) -> RequestClass:
         """What it shares with requests that can run in one step with it."""
-        return RequestClass(self.csa, self.strategy)
+        objective = self.objective if self.open else None
+        return RequestClass(self.csa, self.strategy, objective, self.given)
 
     def __post_init__(self) -> None:
         if self.prompt.ndim != 1 or not self.prompt.size:
@@ -277,11 +284,18 @@ class Running:
         self.timings.queue_s = placed - marks.queued
         self.timings.plan_s = now - placed
 
-    def expect_first_token(self, at_ns: int) -> None:
-        """The last step that was sent so far will have ended then (`time.monotonic_ns()`)."""
+    def expect_first_token(self, at_ns: int, overhead_ns: int = 0) -> None:
+        """The last step that was sent so far will have ended then (`time.monotonic_ns()`).
+
+        Args:
+            overhead_ns: what bounds on TTFT leave room for.
+        """
         if self.plan is not None and self.marks.first_token is None:
             ttft_ms = (at_ns / 1e9 - self.marks.submitted) * 1e3
-            self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms)
+            met = self.generation.objective.met(
+                ttft_ms + overhead_ns / 1e6, self.plan.predicted_accuracy_loss
+            )
+            self.plan = replace(self.plan, predicted_ttft_ms=ttft_ms, bounds_met=met)
 
     def first_token_at(self, now: float) -> None:
         """The first token of the answer was drawn; its KV may still be on the way."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
 from csps.configurator.csa_limits import check_csa
@@ -60,7 +61,7 @@ class RequestService:
         self._turns = Turns(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), Sequences()
         self._steps = Steps(costs.measured, self._observer)
-        self._requests = Requests(self._observer, self._turns.tell)
+        self._requests = Requests(self._observer, self._turns.tell, costs.answered)
         self._reports = Reports(
             self._requests,
             self._sequences,
@@ -175,6 +176,8 @@ class RequestService:
         except RequestError as error:
             self._observer.refused(error, generation.slo)
             raise
+        if generation.open and not self._scheduler.whole_prompts:
+            generation = replace(generation, open=False)  # nothing but exact attention is left
         self._costs.know(generation.cls)
         return self._requests.submit(generation)
 
@@ -193,12 +196,12 @@ class RequestService:
                 f"'{policy}', computes prompts {way}",
                 param="csps.strategy",
             )
+        if generation.attention == "csa" and not self._scheduler.whole_prompts:
+            raise InvalidRequest(
+                f"the policy of this server, '{policy}', computes all prompts exactly",
+                param="csps.attention",
+            )
         if generation.csa is not None:
-            if not self._scheduler.whole_prompts:
-                raise InvalidRequest(
-                    f"the policy of this server, '{policy}', computes all prompts exactly",
-                    param="csps.attention",
-                )
             check_csa(
                 generation.csa,
                 prompt_tokens=prompt_tokens,

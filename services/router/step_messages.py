@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from csps.protocols.csa import CsaPlan
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import Reserve
+from csps.protocols.options import parse_option
 from csps.protocols.placement import KvShare
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.schema import pack
@@ -70,7 +71,7 @@ def prefill_messages(
             _piece(piece, sequence, history)
             for (piece, sequence), history in zip(pieces, command.history, strict=True)
         ),
-        strategy=command.strategy,
+        strategy=parse_option(command.strategy).strategy,
         csa=csa,
         urgent=command.urgent,
         trace=sequences[0].running.carrier,

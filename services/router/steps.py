@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from csps.protocols.gang_client import GangClient
+from csps.protocols.group_shape import GroupShape
 from csps.protocols.messages import PrefillDone
 from csps.protocols.topology import Location
 from csps.services.router.sequences import InstanceRanks, LiveSequence
@@ -18,7 +19,7 @@ from csps.services.telemetry.step_metrics import StepFigures
 @dataclass(eq=False, slots=True)
 class _RunningStep:
     command: RunStep
-    tp: int
+    shape: GroupShape
     sequences: list[LiveSequence]
     undone: InstanceRanks
     figures: list[PrefillDone] = field(default_factory=list)
@@ -29,20 +30,32 @@ class Steps:
     """All of them; also what their ranks have measured, which goes to the requests' timings.
 
     Args:
-        measured: is told how long a whole step took, and `tp` of its gang.
+        measured: is told how long a whole step took, and on what.
         observer: is told what it was made of.
     """
 
-    def __init__(self, measured: Callable[[RunStep, int, float], None], observer: Observer) -> None:
+    def __init__(
+        self, measured: Callable[[RunStep, GroupShape, float], None], observer: Observer
+    ) -> None:
         self._measured, self._observer = measured, observer
         self._running: dict[StepId, _RunningStep] = {}
 
-    def launched(self, command: RunStep, gang: GangClient, sequences: list[LiveSequence]) -> None:
-        """The step was sent to every rank of the gang."""
+    def launched(
+        self,
+        command: RunStep,
+        gang: GangClient,
+        sequences: list[LiveSequence],
+        shape: GroupShape,
+    ) -> None:
+        """The step was sent to every rank of the gang.
+
+        Args:
+            shape: of its group.
+        """
         if command.urgent:
             self._observer.preempted(self._standing_still(command))
         undone = InstanceRanks(gang, iter(command.group))
-        self._running[command.step] = _RunningStep(command, gang.tp, sequences, undone)
+        self._running[command.step] = _RunningStep(command, shape, sequences, undone)
 
     def _standing_still(self, urgent: RunStep) -> int:
         """Requests of long steps on instances of an urgent one."""
@@ -69,7 +82,7 @@ class Steps:
                 sequence.running.timings.add_figures(step.figures)
             self._observer.step_done(_figures(step))
             if not any(it.cancelled for it in step.figures):
-                self._measured(step.command, step.tp, max(step.took_s.values()))
+                self._measured(step.command, step.shape, max(step.took_s.values()))
         return took_s
 
     def forget(self, gang: GangClient) -> None:

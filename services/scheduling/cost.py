@@ -2,7 +2,9 @@
 
 Loss of accuracy and time both depend on the group, so a policy that compares groups compares each
 at its own cheapest allowed strategy. A table answers: latency models for the times, and for every
-class of requests, group shape and bucket of lengths the strategies that the class allows there.
+row of classes, group shape and bucket of lengths the options that there are, with the loss of each.
+Classes of one row differ in their bounds, which are applied when it is looked up: a bound on TTFT
+to what is left of it when the step will start. Behind history all attention is exact.
 A bucket that nobody has filled in is *cold*: it answers what its class begins with and is
 remembered, so that the configurator can fill it in the background; the next table is put in force
 by its digest.
@@ -20,7 +22,8 @@ import msgspec
 
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import RING_CLASSES, Ring
+from csps.protocols.options import parse_option
+from csps.protocols.plans import AUTO, BOUNDED, RING_CLASSES, Objective, Ring, wanted
 from csps.protocols.ring_choice import RingRules
 
 EXACT = "exact"
@@ -28,32 +31,39 @@ EXACT = "exact"
 EXACT_STRATEGY = "ulysses"
 QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
+MILLION = 1_000_000
 MAX_COLD = 4_096
 """Cold buckets that are remembered at a time."""
 
 
 class Bucket(NamedTuple):
-    """Requests for which the same strategies are allowed on groups of one shape."""
+    """Requests for which there are the same options on groups of one shape."""
 
-    cls: str
+    row: str
+    """Of classes (`plans.RequestClass.row`)."""
     shape: GroupShape
     exponent: int
     """Lengths in [2^exponent, 2^(exponent + 1))."""
 
 
 class Allowed(NamedTuple):
-    """A strategy that meets the bounds of a class in a bucket."""
+    """An option of a bucket."""
 
     strategy: str
+    """With its settings (`protocols.options`)."""
     permille: int = 1000
-    """Its time in thousandths of what the latency model says."""
+    """Its time in thousandths of what the latency model says: of the strategy, or of exact
+    attention where it has settings of its own."""
+    loss_ppm: int = 0
+    """Predicted loss of accuracy, in millionths."""
 
 
 class Choice(msgspec.Struct, frozen=True, order=True, gc=False):
-    """The cheapest allowed strategy."""
+    """The best option within the bounds, or what comes nearest to keeping them."""
 
     time_ns: int
     strategy: str
+    """With its settings (`protocols.options`)."""
     cold: bool = False
     """Nobody has filled in the bucket."""
 
@@ -104,22 +114,51 @@ class CostTable:
     buckets: Mapping[Bucket, tuple[Allowed, ...]] = field(default_factory=dict)
     rings: RingRules | None = None
     """What chooses between rings; without it pass-KV, which all rules take without history."""
+    overhead_ns: int = 0
+    """What of TTFT is neither waiting nor a step, as measured: bounds leave room for it."""
 
-    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
-        """The cheapest strategy that a class allows for `length` tokens after `history`."""
+    def best(
+        self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
+    ) -> Choice:
+        """The best that a class allows for `length` tokens after `history`.
+
+        Args:
+            waited_ns: of the time to the first token, before a step could start.
+        """
         asked = RING_CLASSES.get(cls)
         if asked is not None:
             ring = Allowed(self.ring(shape, history, length) if asked == "ring" else asked)
-            return Choice(self._time_ns(ring, shape, history, length), ring.strategy)
-        allowed = self._allowed(cls, shape, length)
+            return Choice(self.time_ns(ring, shape, history, length), ring.strategy)
+        row, objective = row_of(cls, history)
+        allowed = self._allowed(row, shape, length)
         if allowed is None:
-            strategy = cold_strategy(cls)
-            time_ns = self._time_ns(Allowed(strategy), shape, history, length)
+            strategy = cold_strategy(row)
+            time_ns = self.time_ns(Allowed(strategy), shape, history, length)
             return Choice(time_ns, strategy, cold=True)
         if len(allowed) == 1:
             (only,) = allowed
-            return Choice(self._time_ns(only, shape, history, length), only.strategy)
-        return min(Choice(self._time_ns(it, shape, history, length), it.strategy) for it in allowed)
+            return Choice(self.time_ns(only, shape, history, length), only.strategy)
+        timed = [(self.time_ns(it, shape, history, length), it) for it in allowed]
+        time_ns, found = self._within(timed, objective, waited_ns)
+        return Choice(time_ns, found.strategy)
+
+    def _within(
+        self, timed: list[tuple[int, Allowed]], objective: Objective | None, waited_ns: int
+    ) -> tuple[int, Allowed]:
+        """Bounds on the loss are kept before those on TTFT."""
+        if objective is None:
+            return min(timed)
+        most_ppm = objective.most_loss * MILLION
+        accurate = [it for it in timed if it[1].loss_ppm <= most_ppm]
+        if not accurate:
+            return min(timed, key=_by_loss)
+        if objective.kind == "ttft":
+            return min(accurate)
+        if objective.max_ttft_ms is None:
+            return min(accurate, key=_by_loss)
+        left_ns = objective.max_ttft_ms * MILLION - waited_ns - self.overhead_ns
+        fast = [it for it in accurate if it[0] <= left_ns]
+        return min(fast, key=_by_loss) if fast else min(accurate)
 
     def ring(self, shape: GroupShape, history: int, length: int) -> Ring:
         """The variant of the ring for `length` tokens after `history`."""
@@ -135,13 +174,15 @@ class CostTable:
             times = self.latencies.iteration(sp * tp, 1)
         return _quantised(times.predict_ns(batch, context))
 
-    def _allowed(self, cls: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
-        if cls == EXACT:
+    def _allowed(self, row: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
+        if row == EXACT:
             return _EXACT
-        return self.buckets.get(Bucket(cls, shape, length.bit_length() - 1))
+        return self.buckets.get(Bucket(row, shape, length.bit_length() - 1))
 
-    def _time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
-        times = self._known(shape, allowed.strategy)
+    def time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
+        """Of an option."""
+        strategy, settings = parse_option(allowed.strategy)
+        times = self._known(shape, strategy if settings is None else EXACT_STRATEGY)
         return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
 
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
@@ -176,6 +217,8 @@ class CostTable:
         lines = sorted(f"{bucket} {allowed}" for bucket, allowed in self.buckets.items())
         if self.rings is not None:
             lines.append(self.rings.digest)
+        if self.overhead_ns:
+            lines.append(str(self.overhead_ns))
         text = "\n".join([self.latencies.digest, *lines])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -193,11 +236,13 @@ class Costs:
         self._store = store if store is not None else {}
         self._cold: dict[Bucket, None] = {}
 
-    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
+    def best(
+        self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
+    ) -> Choice:
         """`CostTable.best`; a cold bucket is remembered."""
-        choice = self.table.best(cls, shape, history, length)
+        choice = self.table.best(cls, shape, history, length, waited_ns)
         if choice.cold and len(self._cold) < MAX_COLD:
-            self._cold[Bucket(cls, shape, length.bit_length() - 1)] = None
+            self._cold[bucket_of(cls, shape, history, length)] = None
         return choice
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
@@ -268,15 +313,31 @@ class _UnmeasuredIteration(NamedTuple):
 _EXACT = (Allowed(EXACT_STRATEGY),)
 
 
-def cold_strategy(cls: str) -> str:
-    """What requests of a class run by while nobody has filled in their bucket: what the class's
-    name begins with, or exact attention.
+def row_of(cls: str, history: int) -> tuple[str, Objective | None]:
+    """The row that a class is looked up in, and what it wants of its options."""
+    row, objective = wanted(cls)
+    return (AUTO, None) if row == BOUNDED and history else (row, objective)
+
+
+def bucket_of(cls: str, shape: GroupShape, history: int, length: int) -> Bucket:
+    """Where a class is looked up for `length` tokens after `history`."""
+    return Bucket(row_of(cls, history)[0], shape, length.bit_length() - 1)
+
+
+def cold_strategy(row: str) -> str:
+    """What requests of a row run by while nobody has filled in their bucket: what the row's name
+    begins with, or exact attention.
 
     >>> cold_strategy("csa/5e1f"), cold_strategy("auto")
     ('csa', 'ulysses')
     """
-    strategy, slash, _ = cls.partition("/")
+    strategy, slash, _ = row.partition("/")
     return strategy if slash else EXACT_STRATEGY
+
+
+def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, int, str]:
+    time_ns, allowed = timed
+    return allowed.loss_ppm, time_ns, allowed.strategy
 
 
 def _quantised(time_ns: int) -> int:

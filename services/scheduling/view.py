@@ -210,6 +210,11 @@ class RequestView(Protocol):
         ...
 
     @property
+    def submitted_ns(self) -> int:
+        """When its time to the first token began."""
+        ...
+
+    @property
     def waiting_since_ns(self) -> int: ...
     @property
     def held_before(self) -> Mapping[InstanceId, int]:
@@ -230,8 +235,10 @@ class RequestView(Protocol):
 class CostView(Protocol):
     """Predictions (`cost.Costs`)."""
 
-    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
-        """The cheapest allowed strategy of a group."""
+    def best(
+        self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
+    ) -> Choice:
+        """The best option of a group, `waited_ns` after the request was submitted."""
         ...
 
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:

@@ -28,6 +28,7 @@ TOKEN_LATENCY_BUCKETS = (
 )  # fmt: skip
 TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
 """1 token to a million."""
+RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0)
 BUSY = 429
 """Statuses from here on are the server's failure to serve, not the client's mistake."""
 
@@ -78,6 +79,9 @@ class Metrics:
         self._refused = several("requests_refused", "Requests that were not admitted.", "code")
         self._retries = one("request_retries", "Attempts repeated after a fault of the cluster.")
         self._gangs_lost = several("gangs_lost", "Gangs lost with what they held.", "role")
+        self._bounds = several(
+            "request_ttft_bounds", "First tokens of requests with a bound on TTFT.", "met"
+        )
         self._slo = several(
             "request_slo",
             "Requests with an objective; refused and failed ones missed it, cancelled ones are "
@@ -103,6 +107,11 @@ class Metrics:
         self._landing = seconds("kv_landing_seconds", "First token until the KV was there.")
         self._transfer_wait = seconds(
             "kv_transfer_wait_seconds", "Longest wait of a request's KV for its turn to be sent."
+        )
+        self._drift = seconds(
+            "prefill_prediction_error_ratio",
+            "Measured time to the first token over the predicted one.",
+            RATIO_BUCKETS,
         )
         self._decode = seconds("request_decode_time_seconds", "Hand-over until the last token.")
         self._prompt_length = seconds(
@@ -138,6 +147,11 @@ class Metrics:
         self._generation_tokens.inc()
         _observe(self._ttft, running.timings.ttft_s)
         _observe(self._prefill, running.timings.prefill_s)
+        plan, ttft_s = running.plan, running.timings.ttft_s
+        if plan is not None and plan.predicted_ttft_ms and ttft_s is not None:
+            self._drift.observe(ttft_s * 1e3 / plan.predicted_ttft_ms)
+        if (bound_ms := running.generation.objective.max_ttft_ms) is not None:
+            self._bounds(met="true" if (ttft_s or 0.0) * 1e3 <= bound_ms else "false").inc()
 
     def token(self, running: Running, gap_s: float) -> None:
         """In the token path: one increment, one observation."""

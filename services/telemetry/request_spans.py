@@ -60,10 +60,16 @@ def _record(
 def _plan_attributes(running: Running) -> dict[str, AttributeValue]:
     if (plan := running.plan) is None:
         return {}
+    predicted = {
+        "csps.plan.predicted_ttft_ms": plan.predicted_ttft_ms,
+        "csps.plan.predicted_accuracy_loss": plan.predicted_accuracy_loss,
+        "csps.plan.bounds_met": plan.bounds_met,
+    }
     return {
         "csps.plan.attention": plan.attention,
         "csps.plan.strategy": plan.strategy,
         "csps.plan.reason": plan.reason,
+        **{name: value for name, value in predicted.items() if value is not None},
     }
 
 

@@ -22,7 +22,6 @@ from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.direct import (
     DirectModel,
-    Objective,
     Predicted,
     fingerprint,
     output_names,
@@ -35,6 +34,7 @@ from csps.configurator.search import Question, enumerated
 from csps.protocols import plans
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
+from csps.protocols.plans import ObjectiveKind
 
 HERE = {"weights": "w1", "device": "cpu"}
 SPACE = Space(
@@ -89,7 +89,7 @@ def group_of(places: tuple[str, ...], slower: float) -> SimulatedGroup:
     )
 
 
-def question(kind: Objective, bound: float, tokens: int, slower: float, place: int) -> Question:
+def question(kind: ObjectiveKind, bound: float, tokens: int, slower: float, place: int) -> Question:
     of = group_of(PLACES[1 + place % 3], slower)
     if kind == "ttft":
         objective = plans.Objective(kind=kind, max_accuracy_loss=bound)
@@ -104,9 +104,9 @@ def exact_seconds(asked: Question) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained(planted: None) -> Callable[[Objective], DirectModel]:
+def trained(planted: None) -> Callable[[ObjectiveKind], DirectModel]:
     @cache
-    def make(kind: Objective) -> DirectModel:
+    def make(kind: ObjectiveKind) -> DirectModel:
         asked = [
             question(kind, bound, tokens, slower, place)
             for bound in (0.0, 0.01, 0.03, 0.06, 0.1)
@@ -125,7 +125,7 @@ def trained(planted: None) -> Callable[[Objective], DirectModel]:
 
 @pytest.mark.parametrize("kind", ["ttft", "accuracy"])
 def test_answers_keep_the_bound_and_are_near_the_searchs(
-    kind: Objective, trained: Callable[[Objective], DirectModel]
+    kind: ObjectiveKind, trained: Callable[[ObjectiveKind], DirectModel]
 ) -> None:
     answerer = Answerer(space=SPACE, models={kind: trained(kind)})
     gaps = []
@@ -167,7 +167,7 @@ anything = st.builds(
 @settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(anything, st.floats(0, 0.2), st.integers(0, 2), st.sampled_from(["ttft", "accuracy"]))
 def test_a_bad_prediction_costs_quality_and_never_validity(
-    said: Predicted, bound: float, place: int, kind: Objective
+    said: Predicted, bound: float, place: int, kind: ObjectiveKind
 ) -> None:
     asked = question(kind, bound, 4_096, 1.0, place)
     answerer = Answerer(space=SPACE, models={kind: _Says(said)})  # type: ignore[dict-item]
@@ -183,7 +183,7 @@ def test_a_bad_prediction_costs_quality_and_never_validity(
 @given(st.floats(0, 0.1), st.floats(0, 0.1))
 @settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_wider_bounds_never_drop_less(
-    trained: Callable[[Objective], DirectModel], one: float, other: float
+    trained: Callable[[ObjectiveKind], DirectModel], one: float, other: float
 ) -> None:
     model = trained("ttft")
     strict, wide = (
@@ -194,7 +194,7 @@ def test_wider_bounds_never_drop_less(
 
 
 def test_they_come_back_from_disk_and_are_refused_elsewhere(
-    trained: Callable[[Objective], DirectModel], tmp_path: Path
+    trained: Callable[[ObjectiveKind], DirectModel], tmp_path: Path
 ) -> None:
     model = trained("ttft")
     model.save(tmp_path)

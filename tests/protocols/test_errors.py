@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from csps.protocols import errors
 from csps.protocols.errors import (
     AuthenticationFailed,
+    BoundNotMet,
     Cancelled,
     ConfigError,
     ConnectionLost,
@@ -42,6 +43,7 @@ EXAMPLES: list[CspsError] = [
     InvalidRequest("not JSON"),
     ContextLengthExceeded(prompt_tokens=70_000, output_tokens=16, limit=65_536, param="prompt"),
     ModelNotFound(model="gpt", served="needle"),
+    BoundNotMet(ttft_ms=812.5, loss=0.02),
     Unauthorized(),
     QueueFull("32 requests wait", retry_after_s=2.5),
     ConfigError("tp must divide the ranks"),

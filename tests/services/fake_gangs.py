@@ -318,9 +318,14 @@ async def as_asked(questions: StrategyQuestions) -> StrategyChoices:
     """A configurator that compares nothing."""
     return StrategyChoices(
         chosen=tuple(
-            StrategyChoice(
-                strategy="ulysses" if it.csa is None else ENGINE_NAMES[it.csa.strategy or "ntp"],
-                reason="as asked",
+            (
+                StrategyChoice(
+                    strategy="ulysses"
+                    if it.csa is None
+                    else ENGINE_NAMES[it.csa.strategy or "ntp"],
+                    reason="as asked",
+                    loss=0.0 if it.csa is None else None,
+                ),
             )
             for it in questions.asked
         )

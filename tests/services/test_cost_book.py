@@ -48,7 +48,7 @@ def test_a_machine_that_has_become_slower_is_predicted_to_be(
     shape = GroupShape((2,))
     before = book.costs.best("exact", shape, 0, TOKENS).time_ns
     for number in range(100):
-        book.measured(step(number), 1, 3 * before / 1e9)
+        book.measured(step(number), GroupShape((2,)), 3 * before / 1e9)
         for event in told:
             assert isinstance(event, Calibrated)
             book.costs.use(event.digest)
@@ -60,7 +60,7 @@ def test_a_machine_that_has_become_slower_is_predicted_to_be(
 def test_what_was_never_profiled_is_not_corrected_and_breaks_nothing() -> None:
     book = CostBook(TABLE, silent)
     for number in range(100):
-        book.measured(step(number, "ring_of_saturn"), 3, 1.0)
+        book.measured(step(number, "ring_of_saturn"), GroupShape((2,), 3), 1.0)
     assert book.costs.table is TABLE
 
 

@@ -251,6 +251,51 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
     )
 
 
+@pytest.mark.parametrize(
+    ("wanted", "is_open", "csa", "given"),
+    [
+        ({}, False, None, ()),
+        ({"objective": "ttft"}, False, None, ()),
+        ({"max_accuracy_loss": 0}, True, None, ()),
+        ({"max_ttft_ms": 500}, True, None, ()),
+        ({"max_accuracy_loss": 0.1, "attention": "exact"}, False, None, ()),
+        ({"max_accuracy_loss": 0.1, "strategy": "ring"}, False, None, ()),
+        ({"attention": "csa"}, True, None, ()),
+        (
+            {"attention": "csa", "tail": 9},
+            True,
+            CsaSettings(tail=9, importance_layer="same"),
+            ("tail",),
+        ),
+        (
+            {"attention": "csa", "drop_ratio": 0.5, "max_accuracy_loss": 0.1},
+            False,
+            CsaSettings(drop_ratios=((0.5,),), importance_layer="same"),
+            (),
+        ),
+        (
+            {"attention": "csa", "decode_kept_only": True},
+            False,
+            CsaSettings(decode_kept_only=True, importance_layer="same"),
+            (),
+        ),
+    ],
+)
+async def test_what_a_request_leaves_to_the_configurator(
+    client: httpx.AsyncClient,
+    engine: FakeEngine,
+    wanted: dict[str, Any],
+    is_open: bool,
+    csa: CsaSettings | None,
+    given: tuple[str, ...],
+) -> None:
+    await client.post("/v1/completions", json=completion(csps={"unmet": "refuse", **wanted}))
+    generation = engine.generations[0]
+    assert (generation.open, generation.csa, generation.given) == (is_open, csa, given)
+    assert generation.refuses
+    assert (generation.cls.objective is not None) == is_open
+
+
 async def test_models(client: httpx.AsyncClient, parser: RequestParser) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", parser.max_positions)

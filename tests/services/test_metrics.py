@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from csps.protocols.errors import GangLost, InvalidRequest, QueueFull, TransferError
 from csps.protocols.messages import KvLanded, PrefillDone
+from csps.protocols.plans import Objective, Plan
 from csps.protocols.sampling import Sampling
 from csps.protocols.topology import Location
 from csps.services.router.running import Generation, Running
@@ -63,6 +66,18 @@ def test_a_request_from_submission_to_end() -> None:
     assert value(metrics, "e2e_request_latency_seconds_sum") == 5.0
     assert value(metrics, "request_success_total", finished_reason="length") == 1
     assert slo_counts(metrics) == {("ttft", "false"): 1, ("e2e", "true"): 1, ("all", "false"): 1}
+
+
+def test_predictions_are_compared_with_what_came() -> None:
+    """2 s, where 1.6 were predicted and 1.9 are the bound."""
+    metrics, request = Metrics("m"), running(Slo())
+    metrics.first_token(request)
+    assert value(metrics, "prefill_prediction_error_ratio_count") == 0
+    request.plan = Plan(predicted_ttft_ms=1600.0)
+    request.generation = replace(request.generation, objective=Objective(max_ttft_ms=1900.0))
+    metrics.first_token(request)
+    assert value(metrics, "prefill_prediction_error_ratio_sum") == 1.25
+    assert value(metrics, "request_ttft_bounds_total", met="false") == 1
 
 
 def slo_counts(metrics: Metrics) -> dict[tuple[str, str], float]:

@@ -9,21 +9,32 @@ from typing import Any
 import pytest
 import yaml
 
+from csps.configurator.predicted_options import PredictedOptions
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import DirectModel
 from csps.configurator.regressors.measured import PLAIN_TEXT, accuracy_samples, places_of
+from csps.configurator.regressors.saved import DESCRIPTION
 from csps.configurator.scaling_information_base import (
     AccuracyRow,
     LinkRow,
     PhaseRow,
     ScalingInformationBase,
 )
-from csps.models.spec import read_spec
 from csps.protocols.errors import ConfigError
+from csps.protocols.plans import StrategyQuestion
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.settings import Settings
 from csps.services.profiling import train
 from csps.services.profiling.identity import identity_of
+from csps.services.profiling.option_source import (
+    KINDS,
+    UNKNOWN,
+    accuracy_folder,
+    accuracy_model,
+    direct_folder,
+    predicted_options,
+    regressors_folder,
+)
 
 
 def row(ratio: float, right: int, *, kind: str = "single", questions: int = 100) -> AccuracyRow:
@@ -112,7 +123,7 @@ def test_what_was_measured_is_learned_and_kept(
     said = capsys.readouterr().out
     assert "24 configurations" in said
     assert "run `csps profile phases`" in said
-    folder = sib.with_suffix(".regressors") / "accuracy"
+    folder = accuracy_folder(regressors_folder(sib))
     model = AccuracyModel.load(folder, {"weights": identity.weights, "dtype": identity.dtype})
     (low, high) = model.loss(
         [it.setting for it in accuracy_samples([row(0.2, 0), row(0.9, 0)], layers=4)]
@@ -120,22 +131,38 @@ def test_what_was_measured_is_learned_and_kept(
     assert low < 0.05 < high
 
 
-def test_with_profiled_times_the_best_is_learned_as_well(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_nothing_else(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train, "LENGTHS", (128, 256, 512))
     settings = read_config(config).settings
+    assert predicted_options(settings, accuracy_model(settings)) == UNKNOWN
     sib = Path(settings.scaling_information_base)
     identity = identity_of(settings)
     with ScalingInformationBase.create(sib, identity) as base:
         for percent in range(2, 98, 4):
             base.add(row(percent / 100, 100))
         add_times(base)
-    train.main(["--config", str(config), "--out", str(sib.parent / "made")])
+    assert predicted_options(settings, accuracy_model(settings)) == UNKNOWN
+    train.main(["--config", str(config)])
     assert "answers of the search" in capsys.readouterr().out
     of_machine = {"weights": identity.weights, "device": identity.device}
-    for kind in train.KINDS:
-        assert DirectModel.load(sib.parent / "made" / kind, kind, 1, of_machine)
+    made = regressors_folder(sib)
+    for kind in KINDS:
+        assert DirectModel.load(direct_folder(made, kind), kind, 1, of_machine)
+    assert AccuracyModel.load(accuracy_folder(made), {"weights": identity.weights})
+    learned = predicted_options(settings, accuracy_model(settings))
+    assert isinstance(learned, PredictedOptions)
+    asked = StrategyQuestion(csa=None, bounded=True, servers=(2,), tp=1, tokens=96)
+    assert {it.loss for it in learned.options(asked)} == {0.0}
+    description = direct_folder(made, "ttft") / DESCRIPTION
+    description.write_text(description.read_text().replace("torch", "another"))
+    caplog.clear()
+    assert predicted_options(settings, accuracy_model(settings)) == UNKNOWN
+    assert "was trained for torch None, here it is" in caplog.text
 
 
 def test_without_measurements_it_says_so(config: Path) -> None:
@@ -167,5 +194,5 @@ def test_groups_lie_where_the_gang_that_prefills_does(
     sib = tmp_path / "sib.sqlite"
     with ScalingInformationBase.create(sib, identity_of(settings)) as base:
         add_times(base)
-        groups = train._groups(base, settings, read_spec(settings.model_dir))
+        groups = train._groups(base, settings)
     assert [it.locations for it in groups] == [("0-0-0",), ("0-0-0", "0-1-0")]

@@ -108,7 +108,8 @@ class CspsPair:
         placed = self._place(request)
         if placed is None:
             return Verdict.BLOCKED
-        choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
+        waited_ns = self._now_ns - request.submitted_ns
+        choice = self._cost.best(request.cls, self._prefill.single, 0, tokens, waited_ns)
         spot = self._least_wait(request, choice.time_ns)
         soonest_ns = None if spot is None else spot.urgent_ns + choice.time_ns
         if self._start_end(request, placed, soonest_ns, end_by_ns):
@@ -317,23 +318,28 @@ class CspsPair:
             # With slots enough, only outstanding steps are in the way.
             room = sum(it.free for it in self._prefill.spots)
             return Verdict.WAITS if room >= request.prompt_tokens else Verdict.BLOCKED
-        shape = self._prefill.shape(group.spots)
-        choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens)
+        choice = self._best(request, group, request.prompt_tokens)
         job = _Job(group.spots, request.cls, choice.strategy, urgent=False)
         self._add(job, request, placed)
         self._fill(
             job, islice(line, index + 1, index + 1 + self._options.look_ahead), group, urgent_id
         )
         if len(job.members) > 1:
-            choice = self._cost.best(request.cls, shape, 0, job.tokens)
+            choice = self._best(request, group, job.tokens)
         self._launch(job, group, choice.time_ns)
         return Verdict.STARTS
 
     def _ends_ns(self, request: RequestView, group: Group) -> int:
         """When a group will have computed all of a prompt."""
-        shape = self._prefill.shape(group.spots)
-        choice = self._cost.best(request.cls, shape, 0, request.prompt_tokens)
+        choice = self._best(request, group, request.prompt_tokens)
         return max(it.free_at_ns for it in group.spots) + choice.time_ns
+
+    def _best(self, request: RequestView, group: Group, tokens: int) -> Choice:
+        """How a group computes all of a prompt, and others that fill its last SPT, when it is
+        free."""
+        waited_ns = max(it.free_at_ns for it in group.spots) - request.submitted_ns
+        shape = self._prefill.shape(group.spots)
+        return self._cost.best(request.cls, shape, 0, tokens, waited_ns)
 
     def _long_reuse(self, request: RequestView) -> Reuse | None:
         """The rest of a prompt, where its beginning was kept and around it."""

@@ -213,7 +213,8 @@ class _Groups:
     def _plan(
         self, request: RequestView, view: View, group: _Group, shares: list[int], placed: Placed
     ) -> StartPlan:
-        choice = view.cost.best(request.cls, group.shape, 0, request.prompt_tokens)
+        waited_ns = max(group.free_at_ns, view.now_ns) - request.submitted_ns
+        choice = view.cost.best(request.cls, group.shape, 0, request.prompt_tokens, waited_ns)
         self._prefill.start_long(request, group.spots, shares, choice.time_ns)
         self._decode.take(placed, request.output_tokens)
         used = [(spot.id, share) for spot, share in zip(group.spots, shares, strict=True) if share]

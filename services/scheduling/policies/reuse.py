@@ -76,7 +76,8 @@ class Reuses:
         used = [(it, n) for it, n in zip(spots, shares, strict=True) if n or it.id in held]
         group = [spot for spot, _ in used]
         shape = self._overlay.shape(group)
-        choice = self._cost.best(request.cls, shape, cached.tokens, left)
+        waited_ns = max(it.free_at_ns for it in group) - request.submitted_ns
+        choice = self._cost.best(request.cls, shape, cached.tokens, left, waited_ns)
         return Reuse(cached, group, [n for _, n in used], choice.strategy, choice.time_ns)
 
     def end(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,8 +13,11 @@ from policy_view import waiting
 from property_examples import examples
 from scheduler_cell import gang_up
 
+from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.group_shape import GroupShape
+from csps.protocols.options import option_name
+from csps.protocols.plans import BOUNDED, Objective, RequestClass
 from csps.protocols.ring_choice import RingModel, RingRules, RingSpeeds
 from csps.protocols.topology import Location
 from csps.services.scheduling.cost import (
@@ -263,7 +267,72 @@ def test_a_class_that_names_a_strategy_begins_with_it() -> None:
     assert costs.best("ring_kv/whatever", TWO, 0, 100).strategy == "ring_kv"
     unmeasured = costs.best("unheard_of/1", TWO, 0, 100)
     assert (unmeasured.strategy, unmeasured.time_ns) == ("unheard_of", 225_000)
-    assert [it.cls for it in costs.cold()] == ["ring_kv/whatever", "unheard_of/1"]
+    assert [it.row for it in costs.cold()] == ["ring_kv/whatever", "unheard_of/1"]
+
+
+DROPS = option_name("csa", CsaSettings(levels=2, drop_ratios=((0.5,),)))
+DROPS_MORE = option_name("csa", CsaSettings(levels=2, drop_ratios=((0.9,),)))
+MS = 1_000_000
+
+
+def bounded(**bounds: Any) -> str:
+    return RequestClass(objective=Objective(**bounds)).key
+
+
+def with_bounds() -> CostTable:
+    """Of 1000 tokens: exactly in 2.25 ms, or in a half or a quarter of it."""
+    options = (
+        Allowed("ulysses"),
+        Allowed(DROPS, permille=500, loss_ppm=10_000),
+        Allowed(DROPS_MORE, permille=250, loss_ppm=50_000),
+    )
+    bucket = Bucket(BOUNDED, TWO, 9)
+    return CostTable(latencies=PlantedTimes(), buckets={bucket: options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "waited_ms", "chosen"),
+    [
+        ({}, 0, "ulysses"),
+        ({"max_accuracy_loss": 0.009}, 0, "ulysses"),
+        ({"max_accuracy_loss": 0.01}, 0, DROPS),
+        ({"max_accuracy_loss": 1.0}, 0, DROPS_MORE),
+        ({"kind": "accuracy"}, 0, "ulysses"),
+        ({"kind": "accuracy", "max_ttft_ms": 3.0}, 0, "ulysses"),
+        ({"kind": "accuracy", "max_ttft_ms": 3.0}, 1, DROPS),
+        ({"kind": "accuracy", "max_ttft_ms": 1.2}, 0, DROPS),
+        ({"kind": "accuracy", "max_ttft_ms": 3.0}, 2, DROPS_MORE),
+        ({"kind": "accuracy", "max_ttft_ms": 3.0}, 100, DROPS_MORE),
+        ({"kind": "accuracy", "max_ttft_ms": 0.1, "max_accuracy_loss": 0.02}, 0, DROPS),
+        ({"kind": "ttft", "max_ttft_ms": 0.1}, 0, "ulysses"),
+    ],
+)
+def test_bounds_choose_among_the_options_and_waiting_uses_them_up(
+    bounds: dict[str, Any], waited_ms: int, chosen: str
+) -> None:
+    choice = with_bounds().best(bounded(**bounds), TWO, 0, 1000, waited_ms * MS)
+    assert choice.strategy == chosen
+    assert choice.time_ns == {"ulysses": 2_250_000, DROPS: 1_125_000}.get(chosen, 563_000)
+
+
+def test_a_bound_on_ttft_leaves_room_for_what_no_step_takes() -> None:
+    table, cls = with_bounds(), bounded(kind="accuracy", max_ttft_ms=3.0)
+    assert table.best(cls, TWO, 0, 1000).strategy == "ulysses"
+    assert replace(table, overhead_ns=MS).best(cls, TWO, 0, 1000).strategy == DROPS
+    assert replace(table, overhead_ns=MS).digest != table.digest
+
+
+def test_behind_history_whatever_has_bounds_is_exact() -> None:
+    costs = Costs(with_bounds())
+    assert costs.best(bounded(max_accuracy_loss=1.0), TWO, 8, 1000).strategy == "ulysses"
+    assert costs.cold() == [Bucket("auto", TWO, 9)]
+
+
+def test_all_bounds_are_one_cold_bucket() -> None:
+    costs = Costs(planted())
+    for bound in (0.0, 0.5):
+        assert costs.best(bounded(max_accuracy_loss=bound), TWO, 0, 100).strategy == "ulysses"
+    assert costs.cold() == [Bucket(BOUNDED, TWO, 6)]
 
 
 def test_the_better_ring_depends_on_what_is_cached() -> None:

@@ -18,10 +18,12 @@ class RingCosts:
     def __init__(self, cost: CostView) -> None:
         self._cost = cost
 
-    def best(self, cls: str, shape: GroupShape, history: int, length: int) -> Choice:
+    def best(
+        self, cls: str, shape: GroupShape, history: int, length: int, waited_ns: int = 0
+    ) -> Choice:
         """As `CostView`."""
         asked = RING if cls in (EXACT, AUTO) else cls
-        return self._cost.best(asked, shape, history, length)
+        return self._cost.best(asked, shape, history, length, waited_ns)
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
         """As `CostView`."""

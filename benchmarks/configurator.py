@@ -1,0 +1,387 @@
+"""What the configurator chooses, against what was measured and against an exhaustive search.
+
+    python benchmarks/configurator.py lookup
+    python benchmarks/configurator.py oracle --cluster FILE --accuracy FOLDER [--instances 2 4]
+    sudo python benchmarks/configurator.py simulator --cluster FILE --rate 800mbit
+        [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3]
+    python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
+
+Each takes less than eight minutes, and `--json FILE` keeps its rows.
+
+`lookup`: processor time of one look-up in a cost table whose buckets have all options.
+`oracle`: regressors learn from the lengths of `csps train` and are asked for those of the cost
+table's buckets, between them, and for bounds that they have not seen; times are the pipeline
+simulator's. `worse` is the answer's time over the best that an exhaustive search of the same space
+has found, less one, for least TTFT; for least loss it is the difference of the losses.
+`simulator`: configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
+two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. The
+cluster file's phases are of `csps profile phases`, which times single calls: none of these steps
+is fitted to.
+`live`: a server that was profiled and trained. Requests of each kind take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import report
+
+from csps.configurator.answering import WHOLE, Answerer, answered_space, exact_seconds
+from csps.configurator.bound_buckets import LOSSES, TIMES
+from csps.configurator.enumeration import Loss
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.regressors.direct import fingerprint, train_direct
+from csps.configurator.regressors.training_set import direct_samples, simulated
+from csps.configurator.search import Answer, Found, Question, chosen, exhaustive
+from csps.loadgen.planner.hardware_file import load_group
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.group_shape import GroupShape
+from csps.protocols.options import option_name
+from csps.protocols.plans import BOUNDED, Objective, ObjectiveKind, RequestClass
+from csps.services.profiling.option_source import KINDS
+from csps.services.scheduling.cost import Allowed, Bucket, CostTable
+from csps.services.scheduling.latency_shipped import SHIPPED
+
+LEARNED = tuple(1 << exponent for exponent in range(10, 18, 2))
+ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
+"""Lengths of the cost table's buckets."""
+HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
+HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
+LOOKUPS = 20_000
+
+
+def main() -> int:
+    """Measure and publish; the exit status."""
+    arguments = _arguments()
+    rows, result = arguments.section(arguments)
+    report.publish({"benchmark": f"configurator {arguments.what}", **result}, rows, arguments.json)
+    return 0
+
+
+Section = tuple[list[dict[str, Any]], dict[str, Any]]
+
+# --- look-up -----------------------------------------------------------------------------------
+
+
+def lookup(arguments: argparse.Namespace) -> Section:
+    """Microseconds of processor time, every bucket with an option for each bound."""
+    shape, length = GroupShape((2, 2)), 32_768
+    sparse = [
+        Allowed(
+            option_name("csa", CsaSettings(drop_ratios=((share,),))), round(1000 * share), 100 * it
+        )
+        for it, share in enumerate(np.linspace(0.99, 0.1, len(LOSSES) + len(TIMES)).tolist())
+    ]
+    bucket = Bucket(BOUNDED, shape, length.bit_length() - 1)
+    table = CostTable(latencies=SHIPPED, buckets={bucket: (Allowed("ulysses"), *sparse)})
+    rows = []
+    for objective in (
+        Objective(max_accuracy_loss=0.01),
+        Objective(kind="accuracy", max_ttft_ms=5_000.0),
+    ):
+        cls = RequestClass(objective=objective).key
+        table.best(cls, shape, 0, length)
+        begin = time.process_time()
+        for waited_ns in range(LOOKUPS):
+            table.best(cls, shape, 0, length, waited_ns)
+        took_us = (time.process_time() - begin) / LOOKUPS * 1e6
+        rows.append({"objective": objective.kind, "options": 1 + len(sparse), "us": took_us})
+    return rows, {}
+
+
+# --- against an exhaustive search --------------------------------------------------------------
+
+
+def oracle(arguments: argparse.Namespace) -> Section:
+    """Answers to held-out questions beside the Oracle's."""
+    accuracy = AccuracyModel.load(arguments.accuracy, None)
+    groups = [load_group(arguments.cluster, instances=it) for it in arguments.instances]
+    answerer = _trained(groups, accuracy)
+    rows = []
+    for group in groups:
+        for tokens in arguments.lengths or ASKED:
+            loss = _loss(accuracy, group, tokens)
+            whatever = Question(
+                group=group, tokens=tokens, objective=Objective(max_accuracy_loss=1.0)
+            )
+            everything = exhaustive(whatever, answerer.space, loss)
+            found = [everything.best, *everything.runners_up]
+            rows += [_compared(answerer, it, loss, found) for it in _held_out(group, tokens)]
+    return rows, {"summary": [_summary(rows, kind) for kind in KINDS]}
+
+
+def _trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel) -> Answerer:
+    space = answered_space(groups[0].shape.layers)
+    prompts = [
+        simulated(group, tokens, space, _loss(accuracy, group, tokens))
+        for group in groups
+        for tokens in LEARNED
+    ]
+    models = {}
+    for kind in KINDS:
+        samples = direct_samples(prompts, kind, space)
+        models[kind] = train_direct(kind, samples, {}, training_set=fingerprint(samples))
+    return Answerer(space=space, models=models)
+
+
+def _held_out(group: SimulatedGroup, tokens: int) -> Iterator[Question]:
+    exact_ms = 1000 * exact_seconds(group, tokens)
+    for bound in HELD_OUT_LOSSES:
+        objective = Objective(max_accuracy_loss=bound)
+        yield Question(group=group, tokens=tokens, objective=objective)
+    for share in HELD_OUT_TIMES:
+        objective = Objective(
+            kind="accuracy", max_ttft_ms=share * exact_ms, max_accuracy_loss=LOSSES[-1]
+        )
+        yield Question(group=group, tokens=tokens, objective=objective)
+
+
+def _compared(
+    answerer: Answerer, question: Question, loss: Loss, everything: Sequence[Found]
+) -> dict[str, Any]:
+    begin = time.process_time()
+    answer = answerer.answer(question, loss)
+    took_s = time.process_time() - begin
+    best = chosen(question, everything)
+    return {
+        "instances": question.group.members,
+        "tokens": question.tokens,
+        "objective": question.objective.kind,
+        "bound": question.objective.max_ttft_ms or question.most_loss,
+        "met": answer.met,
+        "oracle_met": best.met,
+        "worse": _worse(question.objective.kind, answer, best),
+        "compared": answer.compared,
+        "of": best.compared,
+        "cpu_s": took_s,
+    }
+
+
+def _worse(kind: ObjectiveKind, answer: Answer, best: Answer) -> float | None:
+    if not (answer.met and best.met):
+        return None
+    if kind == "ttft":
+        return answer.best.seconds / best.best.seconds - 1
+    return answer.best.loss - best.best.loss
+
+
+def _summary(rows: Sequence[dict[str, Any]], kind: ObjectiveKind) -> dict[str, Any]:
+    of_kind = [it for it in rows if it["objective"] == kind]
+    worse = [it["worse"] for it in of_kind if it["worse"] is not None]
+    return {
+        "objective": kind,
+        "questions": len(of_kind),
+        "met_as_the_oracle": sum(it["met"] == it["oracle_met"] for it in of_kind) / len(of_kind),
+        "worse_median": statistics.median(worse),
+        "worse_p95": float(np.quantile(worse, 0.95)),
+        "cpu_s_median": statistics.median(it["cpu_s"] for it in of_kind),
+    }
+
+
+def _loss(accuracy: AccuracyModel, group: SimulatedGroup, tokens: int) -> Loss:
+    return accuracy.of_group(group.locations, layers=group.shape.layers, tokens=tokens)
+
+
+# --- the pipeline simulator against the testbed ------------------------------------------------
+
+
+def simulator(arguments: argparse.Namespace) -> Section:
+    """Predicted and measured times of drawn configurations."""
+    from testbed import iproute
+    from testbed.link import Link
+    from testbed.network import two_servers
+
+    iproute.require()
+    group = load_group(arguments.cluster)
+    drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
+    with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
+        bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
+        rows = asyncio.run(_measured(bed, group, drawn, arguments.rounds))
+    errors = [abs(it["error"]) for it in rows]
+    summary = {
+        "median_error": statistics.median(errors),
+        "p95_error": float(np.quantile(errors, 0.95)),
+    }
+    return rows, {"summary": summary, "rate": arguments.rate}
+
+
+def _drawn(
+    group: SimulatedGroup, count: int, lengths: Sequence[int]
+) -> list[tuple[CsaSettings, int]]:
+    """Of each length and variant as many, ratios and micro-partitions at random."""
+    draw, space = random.Random(0), answered_space(group.shape.layers)
+    ratios, exact = list(space.ratios()), space.exact(group.locations)
+    variants = list(space.variants(group.locations))
+    found: list[tuple[CsaSettings, int]] = []
+    while len(found) < count:
+        length = lengths[len(found) % len(lengths)]
+        if len(found) % 3 == 0:
+            found.append((draw.choice(exact), length))
+            continue
+        strategy, levels, judging = variants[len(found) % len(variants)]
+        micro = draw.choice(space.micros(levels))
+        found.append(
+            (space.settings(strategy, levels, judging, draw.choice(ratios), micro), length)
+        )
+    return found
+
+
+async def _measured(
+    bed: Any, group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]], rounds: int
+) -> list[dict[str, Any]]:
+    from testbed.gang import GangOptions, prefill_gang
+
+    from csps.services.launch.settings import shipped_models
+
+    options = GangOptions(
+        model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in drawn)
+    )
+    tokens = np.random.default_rng(0).integers(10, 1024, options.kv_slots, dtype=np.int32)
+    took: dict[int, list[float]] = {number: [] for number in range(len(drawn))}
+    async with prefill_gang(bed, options) as gang:
+        layers = gang.client.descriptions[0].layers
+        for number_of_round in range(rounds + 1):
+            for number, (settings, length) in enumerate(drawn):
+                by_tp = settings.strategy == "tp"
+                plan = settings.for_group(
+                    gang.locations,
+                    layers=layers,
+                    longest_spt=-(-length // len(gang.locations)),
+                    every_query=by_tp,
+                )
+                done = await gang.prefill(
+                    tokens[:length],
+                    strategy="ulysses" if settings == WHOLE else "sp_tp" if by_tp else "csa",
+                    csa=None if settings == WHOLE else plan,
+                )
+                if number_of_round:  # the first one connects and warms up
+                    took[number].append(done.ttft_s)
+    return [
+        _row(group, settings, length, statistics.median(took[number]))
+        for number, (settings, length) in enumerate(drawn)
+    ]
+
+
+def _row(
+    group: SimulatedGroup, settings: CsaSettings, length: int, measured_s: float
+) -> dict[str, Any]:
+    (predicted_s,) = prefill_seconds(group, [settings], length).tolist()
+    return {
+        "tokens": length,
+        "strategy": settings.strategy,
+        "levels": settings.levels,
+        "ratio": max(map(max, settings.drop_ratios)),
+        "judged": "-" if settings.lossless else settings.importance_layer,
+        "micro": "-" if not settings.pipelined else str((settings.micro_partitions or ((4,),))[0]),
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
+    }
+
+
+# --- a server ----------------------------------------------------------------------------------
+
+
+def live(arguments: argparse.Namespace) -> Section:
+    """Bounds on the loss by turns, and then bounds on TTFT relative to exact attention."""
+    with httpx.Client(base_url=arguments.base_url, timeout=300.0) as client:
+        ask = _Asker(client, arguments.length)
+        wishes = {
+            "exact": {"attention": "exact"},
+            **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in (0.0, 0.01, 0.05)},
+        }
+        rows = ask.by_turns(wishes, arguments.rounds)
+        exact_ms = 1000 * next(it["ttft_s"] for it in rows if it["wish"] == "exact")
+        bounds = {share: share * exact_ms for share in (0.6, 0.8, 1.0, 1.3)}
+        timed = {
+            f"ttft {share:g}": {"objective": "accuracy", "max_ttft_ms": bound}
+            for share, bound in bounds.items()
+        }
+        rows += ask.by_turns(timed, arguments.rounds)
+    return rows, {"length": arguments.length}
+
+
+class _Asker:
+    """Sends prompts that have nothing in common, one at a time."""
+
+    def __init__(self, client: httpx.Client, length: int) -> None:
+        self._client, self._length = client, length
+        self._model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        self._draw = random.Random(time.time_ns())
+
+    def by_turns(self, wishes: dict[str, dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+        """A row for each wish; the first round fills the cost table."""
+        told: dict[str, list[dict[str, Any]]] = {name: [] for name in wishes}
+        for number in range(rounds + 1):
+            for name, wish in wishes.items():
+                answer = self._ask(wish)
+                if number:
+                    told[name].append(answer)
+            if not number:
+                time.sleep(30.0)  # the configurator answers in the background
+        return [self._row(name, wishes[name], answers) for name, answers in told.items()]
+
+    def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "prompt": [self._draw.randrange(10, 1024) for _ in range(self._length)],
+            "max_tokens": 1,
+            "temperature": 0,
+            "csps": {"explain": True, **wish},
+        }
+        told: dict[str, Any] = (
+            self._client.post("/v1/completions", json=body).raise_for_status().json()
+        )
+        return told["csps"]
+
+    def _row(
+        self, name: str, wish: dict[str, Any], answers: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        ttfts = [it["timings"]["ttft_s"] for it in answers]
+        plan = answers[-1]["plan"]
+        bound_ms = wish.get("max_ttft_ms")
+        return {
+            "wish": name,
+            "ttft_s": statistics.median(ttfts),
+            "predicted_s": plan["predicted_ttft_ms"] / 1000,
+            "strategy": plan["strategy"],
+            "loss": plan["predicted_accuracy_loss"],
+            "said_met": plan["bounds_met"],
+            "kept": None
+            if bound_ms is None
+            else sum(1000 * it <= bound_ms for it in ttfts) / len(ttfts),
+        }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    sections = {"lookup": lookup, "oracle": oracle, "simulator": simulator, "live": live}
+    parser.add_argument("what", choices=sections)
+    parser.add_argument("--cluster", help="a file as `csps plan` takes it")
+    parser.add_argument("--accuracy", type=Path, metavar="FOLDER")
+    parser.add_argument("--instances", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--rate", default="800mbit")
+    parser.add_argument("--configurations", type=int, default=72)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
+    parser.add_argument("--length", type=int, default=32_768)
+    arguments = report.with_json_option(parser).parse_args()
+    arguments.section = sections[arguments.what]
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

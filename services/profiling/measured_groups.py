@@ -1,0 +1,80 @@
+"""Groups of instances as the pipeline simulator wants them, with the times that were profiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csps.configurator.phase_times import PhaseTimes
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
+from csps.configurator.profiles import fit_phases, link_speed
+from csps.configurator.scaling_information_base import LinkRow, PhaseRow, ScalingInformationBase
+from csps.configurator.shapes import AttentionShape
+from csps.models.spec import ModelSpec, read_spec
+from csps.protocols.topology import Topology
+from csps.services.launch.settings import Settings
+from csps.services.profiling.links import INSIDE
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredGroups:
+    """Of the gang that prefills."""
+
+    shape: AttentionShape
+    tp: int
+    times: PhaseTimes
+    inside: LinkSpeed
+    between: LinkSpeed
+    itemsize: int
+
+    @classmethod
+    def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredGroups:
+        """Raises ConfigError if phases or links were not profiled."""
+        tp, spec = settings.prefilling.tp, read_spec(settings.model_dir)
+        times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
+        inside = link_speed(base.rows(LinkRow), INSIDE)
+        slower = settings.topology.link_ratio
+        element = 4 if settings.dtype == "float32" else 2
+        return cls(
+            shape=shape_of(spec, settings),
+            tp=tp,
+            times=times,
+            inside=inside,
+            between=LinkSpeed(bytes_per_s=inside.bytes_per_s / slower, latency_s=inside.latency_s),
+            itemsize=element,
+        )
+
+    def of_places(self, places: Sequence[str]) -> SimulatedGroup:
+        """Instances at Rack-Server-GPU ids, ascending."""
+        servers = [it.server_id for it in Topology.of(places).locations]
+        return SimulatedGroup(
+            shape=self.shape,
+            locations=tuple(places),
+            tp=self.tp,
+            times=self.times,
+            wiring=Wiring.of_servers(servers, inside=self.inside, between=self.between),
+            itemsize=self.itemsize,
+        )
+
+    def of_servers(self, servers: Sequence[int], tp: int) -> SimulatedGroup:
+        """So many instances on each of some servers of one rack."""
+        assert tp == self.tp, "another gang's instances"
+        places = [
+            f"0-{server}-{place}"
+            for server, instances in enumerate(servers)
+            for place in range(instances)
+        ]
+        return self.of_places(places)
+
+
+def shape_of(spec: ModelSpec, settings: Settings) -> AttentionShape:
+    """The sizes of the served model's attention."""
+    return AttentionShape(
+        hidden=spec.hidden,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        layers=spec.layers,
+        lse=1 if settings.dtype == "float32" else 2,
+    )

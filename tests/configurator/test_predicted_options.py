@@ -1,0 +1,178 @@
+"""Buckets of the cost table by regressors and the pipeline simulator: what is offered is feasible,
+no slower with a wider bound, and exact where nothing is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pipeline_groups import group
+
+from csps.configurator.answering import Answerer, answered_space, exact_seconds
+from csps.configurator.bound_buckets import LOSSES
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
+from csps.configurator.predicted_options import RESOLUTION, PredictedOptions
+from csps.configurator.regressors.direct import Predicted
+from csps.configurator.search import Question
+from csps.configurator.strategy_rules import StrategyRules
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.options import parse_option
+from csps.protocols.plans import StrategyChoice, StrategyQuestion, StrategyQuestions
+from csps.protocols.topology import Topology
+
+LAYERS, TOKENS = 4, 3 << 13
+
+
+class Says:
+    """In the place of the regressors of an objective."""
+
+    def predict(self, question: Question, exact_seconds: float) -> Predicted:
+        return Predicted(
+            tensor_parallel=0.0, whole=0.0, levels=3.0, ratios=(0.6,), micro=(8.0, 4.0, 2.0, 1.0)
+        )
+
+
+class Loses:
+    """In the place of F_Ad: judged by the layer before, everything is lost."""
+
+    def of_group(
+        self, locations: Sequence[str], *, layers: int, tokens: int
+    ) -> Callable[[Sequence[CsaSettings]], list[float]]:
+        return lambda settings: [self.loss(it) for it in settings]
+
+    def loss(self, it: CsaSettings) -> float:
+        if it.lossless:
+            return 0.0
+        if it.importance_layer == "previous":
+            return 1.0
+        ratio = max(map(max, it.drop_ratios))
+        return 1e-4 + max(0.0, ratio - 0.5) * 0.2
+
+
+def group_of(servers: Sequence[int], tp: int) -> SimulatedGroup:
+    places = StrategyQuestion(csa=None, servers=tuple(servers), tp=tp, tokens=1).places
+    return group(places, layers=LAYERS)
+
+
+PREDICTED = PredictedOptions(
+    answerer=Answerer(
+        space=answered_space(LAYERS),
+        models={"ttft": Says(), "accuracy": Says()},  # type: ignore[dict-item]
+    ),
+    accuracy=Loses(),  # type: ignore[arg-type]
+    group_of=group_of,
+)
+SHAPE = group_of((2, 2), 1).shape
+RULES = StrategyRules(SHAPE, predicted=PREDICTED, accuracy=Loses())  # type: ignore[arg-type]
+
+
+def answer(rules: StrategyRules = RULES, **asked: Any) -> tuple[StrategyChoice, ...]:
+    question = StrategyQuestion(
+        **{"csa": None, "servers": (2, 2), "tp": 1, "tokens": TOKENS, "bounded": True, **asked}
+    )
+    (chosen,) = rules.answer(StrategyQuestions(asked=(question,))).chosen
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def offered() -> tuple[StrategyChoice, ...]:
+    return answer()
+
+
+def test_wider_bounds_take_less_time_and_times_are_the_simulators(
+    offered: tuple[StrategyChoice, ...],
+) -> None:
+    losses = [it.loss for it in offered]
+    assert losses[0] == 0.0
+    assert losses == sorted(losses)  # type: ignore[type-var]
+    assert max(it or 0.0 for it in losses) <= LOSSES[-1]
+    of = group_of((2, 2), 1)
+    exact_s = exact_seconds(of, TOKENS)
+    for it in offered:
+        strategy, settings = parse_option(it.strategy)
+        if settings is not None:
+            (seconds,) = prefill_seconds(of, [settings], TOKENS)
+            assert it.permille == round(1000 * seconds / exact_s)
+            assert strategy == ("levels" if settings.lossless else "csa")
+    least = [min(it.permille for it in offered if (it.loss or 0.0) <= bound) for bound in LOSSES]
+    assert least == sorted(least, reverse=True)
+    assert least[-1] < least[0] < 1000
+
+
+def test_what_no_measurement_could_tell_from_nothing_loses_nothing(
+    offered: tuple[StrategyChoice, ...],
+) -> None:
+    assert RESOLUTION > 1e-4
+    dropping = [parse_option(it.strategy).csa for it in offered if it.loss == 0]
+    assert any(it is not None and not it.lossless for it in dropping)
+
+
+def test_only_judging_that_loses_little_is_offered(offered: tuple[StrategyChoice, ...]) -> None:
+    found = [it for one in offered if (it := parse_option(one.strategy).csa)]
+    assert {it.importance_layer for it in found if not it.lossless} == {"same"}
+
+
+def test_what_is_given_stays_and_runs_by_parts() -> None:
+    fixed = CsaSettings(levels=2, tail=100, pipelined=False, importance_layer="same")
+    given = ("levels", "tail", "pipelined")
+    found = answer(csa=fixed, given=given, servers=(1, 1))
+    assert found
+    for it in found:
+        strategy, settings = parse_option(it.strategy)
+        assert settings is not None
+        assert (strategy, settings.levels, settings.tail, settings.pipelined) == (
+            "csa", 2, 100, False,
+        )  # fmt: skip
+
+
+def test_a_single_instance_is_exact_at_once() -> None:
+    assert {(it.strategy, it.loss) for it in answer(servers=(1,))} == {("ulysses", 0.0)}
+
+
+def test_exact_attention_is_cut_where_that_saves_bytes_between_servers_and_only_there() -> None:
+    (across,) = answer(bounded=False)
+    strategy, settings = parse_option(across.strategy)
+    assert strategy == "levels"
+    assert settings is not None
+    assert settings.lossless
+    assert settings.pipelined
+    assert across.permille < 1000
+    (inside,) = answer(bounded=False, servers=(2,))
+    assert parse_option(inside.strategy).csa is None
+
+
+def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
+    fast = LinkSpeed(bytes_per_s=1e13)
+
+    def quickly(servers: Sequence[int], tp: int) -> SimulatedGroup:
+        slow = group_of(servers, tp)
+        places = [it.server_id for it in Topology.of(slow.locations).locations]
+        return replace(slow, wiring=Wiring.of_servers(places, inside=fast, between=fast))
+
+    rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, group_of=quickly))
+    (choice,) = answer(rules, bounded=False)
+    assert parse_option(choice.strategy).csa is None
+
+
+@pytest.mark.parametrize(("ratio", "loss"), [(0.0, 0.0), (0.4, 0.0), (0.9, pytest.approx(0.0801))])
+def test_what_the_client_fixes_is_obeyed_and_its_loss_is_said(ratio: float, loss: object) -> None:
+    fixed = CsaSettings(drop_ratios=((ratio,),), importance_layer="same")
+    (choice,) = answer(bounded=False, csa=fixed)
+    assert (choice.strategy, choice.loss) == ("csa", loss)
+
+
+def test_without_measurements_all_is_exact_and_says_why() -> None:
+    rules = StrategyRules(SHAPE, predicted="nobody has measured")
+    (choice,) = answer(rules)
+    assert choice.loss == 0.0
+    assert parse_option(choice.strategy).csa is None
+    assert "exact, as nobody has measured" in choice.reason
+    fixed = CsaSettings(drop_ratios=((0.9,),), importance_layer="same")
+    (choice,) = answer(rules, bounded=False, csa=fixed)
+    assert choice.loss is None
+    (many,) = answer(servers=(9, 9))
+    assert "no group of so many instances" in many.reason

@@ -1,0 +1,179 @@
+"""Requests with bounds, from submission to what ranks and clients are told: the options that the
+configurator has found are what runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_gangs import FakeCell, FakeGang, fake_cell, until
+
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.errors import BoundNotMet
+from csps.protocols.options import option_name
+from csps.protocols.plans import (
+    BOUNDED,
+    Objective,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestion,
+    StrategyQuestions,
+)
+from csps.services.router.running import Running
+from csps.services.scheduling.cost import CostTable, Unmeasured
+
+TOKENS = 1500
+DROPS = CsaSettings(
+    levels=2, drop_ratios=((0.5,),), importance_layer="same", micro_partitions=((4, 2),)
+)
+MORE = replace(DROPS, drop_ratios=((0.9,),))
+TIMES = Unmeasured(step_ns=0, pair_ns=0)
+"""A token takes 0.1 ms, on two instances half of it."""
+
+
+def found(asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
+    if not asked.bounded:
+        return (StrategyChoice(strategy="ulysses", reason="exact as ever"),)
+    given = {name: getattr(asked.csa, name) for name in asked.given}
+    return (
+        StrategyChoice(strategy="ulysses", reason="whole"),
+        StrategyChoice(
+            strategy=option_name("csa", replace(DROPS, **given)),
+            reason="half",
+            permille=500,
+            loss=0.01,
+        ),
+        StrategyChoice(
+            strategy=option_name("csa", replace(MORE, **given)),
+            reason="a tenth",
+            permille=100,
+            loss=0.05,
+        ),
+    )
+
+
+async def configure(questions: StrategyQuestions) -> StrategyChoices:
+    return StrategyChoices(chosen=tuple(map(found, questions.asked)))
+
+
+def cell_of(**options: Any) -> Any:
+    """Instances of two, whose buckets are warm after the first request."""
+    gang = FakeGang("prefill", "p1", instances=2)
+    table = CostTable(latencies=TIMES)
+    return fake_cell(**{"prefill": gang, "configure": configure, "table": table, **options})
+
+
+async def warmed(cell: FakeCell, **options: Any) -> None:
+    """A first request finds nothing and runs exactly; after it the bucket is filled."""
+    first = submit(cell, **options)
+    job = await cell.prefilling(first)
+    assert job.strategy == ("csa" if options.get("csa") else "ulysses")
+    row = first.generation.cls.row
+    await until(lambda: any(it.row == row for it in cell.costs.costs.table.buckets))
+    cell.finish(await cell.decoding(first), 4)
+    await cell.settled()
+
+
+def submit(cell: FakeCell, *, objective: Objective, **options: Any) -> Running:
+    return cell.submit(tokens=TOKENS, **{"objective": objective, "open": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ratio", "loss"),
+    [
+        ({"max_accuracy_loss": 0.0}, None, 0.0),
+        ({"max_accuracy_loss": 0.02}, 0.5, 0.01),
+        ({"max_accuracy_loss": 0.05}, 0.9, 0.05),
+        ({"kind": "accuracy", "max_ttft_ms": 50_000.0}, None, 0.0),
+        ({"kind": "accuracy", "max_ttft_ms": 70.0}, 0.5, 0.01),
+    ],
+)
+async def test_bounds_change_what_is_computed(
+    bounds: dict[str, Any], ratio: float | None, loss: float
+) -> None:
+    wanted = Objective(**bounds)
+    async with cell_of() as cell:
+        await warmed(cell, objective=Objective(max_accuracy_loss=0.3))
+        running = submit(cell, objective=wanted)
+        job = await cell.prefilling(running)
+        plan = running.plan
+        assert plan is not None
+        assert plan.predicted_accuracy_loss == loss
+        assert plan.bounds_met
+        if ratio is None:
+            assert (job.strategy, job.csa, plan.attention) == ("ulysses", None, "exact")
+            return
+        assert (job.strategy, plan.strategy, plan.attention) == ("csa", "csa", "csa")
+        assert job.csa is not None
+        (group,) = job.csa.layer_groups
+        assert (group.drop_ratios, group.micro_partitions) == (((ratio,),), (4, 2))
+        assert (job.csa.importance_layer, job.csa.levels) == ("same", 2)
+
+
+async def test_what_the_client_fixes_stays_as_it_is() -> None:
+    fixed = CsaSettings(tail=100, importance_layer="same")
+    options: dict[str, Any] = {
+        "objective": Objective(max_accuracy_loss=0.05),
+        "attention": "csa",
+        "csa": fixed,
+        "given": ("tail",),
+    }
+    async with cell_of() as cell:
+        await warmed(cell, **options)
+        job = await cell.prefilling(submit(cell, **options))
+        assert job.csa is not None
+        assert job.csa.tail == 100
+        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),)
+
+
+async def test_a_bound_that_cannot_be_kept_is_flagged_or_refused() -> None:
+    impossible = Objective(kind="accuracy", max_ttft_ms=0.001)
+    async with cell_of() as cell:
+        await warmed(cell, objective=impossible)
+        running = submit(cell, objective=impossible)
+        job = await cell.prefilling(running)
+        assert job.csa is not None
+        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),), "not what comes nearest"
+        assert running.explain()["plan"]["bounds_met"] is False
+        running.cancel()
+        cell.prefill.finish_job(job)
+        refused = submit(cell, objective=impossible, refuses=True)
+        with pytest.raises(BoundNotMet, match="ms to the first token and a loss of accuracy of"):
+            await anext(refused)
+        cell.service.check_health()
+
+
+async def test_time_in_the_line_counts_against_a_bound_on_ttft() -> None:
+    """Behind a step of 450 ms, what takes 75 ms is too slow for 460."""
+    wanted = Objective(kind="accuracy", max_ttft_ms=460.0)
+    async with cell_of() as cell:
+        await warmed(cell, objective=wanted)
+        ahead = cell.submit(tokens=9_000)
+        await cell.prefilling(ahead)
+        waits = submit(cell, objective=wanted)
+        job = await cell.prefilling(waits)
+        assert job.csa is not None
+        assert job.csa.layer_groups[0].drop_ratios == ((0.9,),)
+
+
+async def test_nothing_but_exact_attention_under_a_policy_that_cuts_prompts() -> None:
+    async with cell_of(policy="tetris") as cell:
+        running = submit(cell, objective=Objective(max_accuracy_loss=1.0))
+        job = await cell.prefilling(running)
+        assert job.csa is None
+        assert all(it.row != BOUNDED for it in cell.costs.costs.table.buckets)
+
+
+async def test_requests_of_different_bounds_share_no_step() -> None:
+    async with cell_of(prefill=FakeGang("prefill", "p1", instances=1)) as cell:
+        cell.decode.may_reserve.clear()
+        bounds = (0.0, 0.5, 0.5)
+        sent = [
+            cell.submit(tokens=50, open=True, objective=Objective(max_accuracy_loss=it))
+            for it in bounds
+        ]
+        cell.decode.may_reserve.set()
+        strict, wide, same = [await cell.prefilling(it) for it in sent]
+        assert wide == same
+        assert strict.job_id != wide.job_id

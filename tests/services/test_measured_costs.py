@@ -1,0 +1,41 @@
+"""Options that take longer than predicted, and what first tokens take beside their steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from csps.protocols.group_shape import GroupShape
+from csps.services.router.measured_costs import FEWEST, OptionDrift, Overhead
+from csps.services.scheduling.cost import Allowed, Bucket
+
+BUCKET = Bucket("bounded", GroupShape((2,)), 10)
+BUCKETS = {BUCKET: (Allowed("ulysses"), Allowed("csa#{}", permille=500))}
+
+
+@pytest.mark.parametrize(("ratio", "permille"), [(2.0, 1000), (0.5, 250), (1.01, 500)])
+def test_an_option_is_corrected_by_what_its_steps_took(ratio: float, permille: int) -> None:
+    drift = OptionDrift()
+    for _ in range(10):
+        drift.observe(BUCKET, "csa#{}", ratio)
+    corrected = drift.corrected(BUCKETS)
+    assert corrected == {BUCKET: (Allowed("ulysses"), Allowed("csa#{}", permille=permille))}
+    assert drift.corrected(BUCKETS) == BUCKETS, "corrected twice for one measurement"
+
+
+def test_buckets_that_are_gone_are_left_alone() -> None:
+    drift = OptionDrift()
+    drift.observe(BUCKET, "csa#{}", 3.0)
+    assert drift.corrected({}) == {}
+
+
+def test_the_overhead_covers_all_but_the_slowest() -> None:
+    overhead = Overhead()
+    for late in range(FEWEST - 1):
+        overhead.observe(late)
+    assert overhead.in_ns == 0
+    for late in range(100):
+        overhead.observe(late)
+    assert 90 <= overhead.in_ns <= 99
+    for _ in range(1_000):
+        overhead.observe(-5)
+    assert overhead.in_ns == 0
