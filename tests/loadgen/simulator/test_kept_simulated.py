@@ -26,8 +26,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chunked_prefill": {"token_budget": 256, "spread_tokens": 400},
     "context_parallel": {"short_tokens": 200},
     "tetris": {"spread_tokens": 400},
+    "loongserve": {},
 }
-CELLS = [(name, False) for name in POLICIES] + [("chunked_prefill", True)]
+CELLS = [(name, False) for name in POLICIES if name != "loongserve"]
+CELLS += [("chunked_prefill", True), ("loongserve", True)]
 
 
 def model(elastic: bool, kv_slots: int = 40_000) -> ClusterModel:
@@ -82,7 +84,9 @@ def test_later_turns_begin_where_the_one_before_ended(policy: str, elastic: bool
     known: dict[bytes, int] = {}
     for outcome in found.outcomes:  # in order of arrival, and far enough apart
         hashes = outcome.arrival.hashes
-        assert outcome.cached == known.get(hashes[0], 0) * BLOCK
+        expected = known.get(hashes[0], 0) * BLOCK
+        # LoongServe starts a prompt on idle instances while those that have kept it are busy.
+        assert outcome.cached in ((0, expected) if policy == "loongserve" else (expected,))
         known[hashes[0]] = len(hashes)
     again = run([replace(it, hashes=()) for it in arrivals], policy, elastic)
     kept, all_computed = (sum(it.ttft_ns for it in each.outcomes) for each in (found, again))

@@ -288,6 +288,5 @@ def test_what_is_kept_is_there_in_two_thousand_storms(hundred: int) -> None:
         whose, tokens, there = storm(seed)
         reused[whose] += tokens
         held[whose] += there
-    assert not reused.pop("loongserve elastic"), "it computes every prompt whole"
     assert all(reused.values()), reused
     assert sum(held.values()), "everything is sent again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import StartPlan
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Decoding, Elastic
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
@@ -40,9 +41,17 @@ class ElasticGang:
         self.model = PrefillModel(self._line, options.tipping_tokens)
 
     def _line(self, dop: int) -> Eq7:
-        strategy = RING if dop > 1 else ALONE
-        alpha, beta, _, gamma = self._view.cost.exact(dop, self._gang.tp, strategy).in_ns
+        alpha, beta, _, gamma = self._in_ns(dop)
         return Eq7(alpha, beta, gamma)
+
+    def _in_ns(self, dop: int) -> tuple[float, float, float, float]:
+        strategy = RING if dop > 1 else ALONE
+        return self._view.cost.exact(dop, self._gang.tp, strategy).in_ns
+
+    def rest_ns(self, dop: int, tokens: int, history: int) -> float:
+        """What so many instances take for tokens that follow upon others."""
+        alpha, beta, pairs, gamma = self._in_ns(dop)
+        return alpha + tokens * (beta + pairs * history + gamma * tokens)
 
     @property
     def mastered(self) -> dict[InstanceId, int]:
@@ -95,11 +104,12 @@ class ElasticGang:
 
     @property
     def movable(self) -> tuple[Elastic, ...]:
-        """Instances that decode, and all of whose slots belong to sequences that can move now."""
+        """Instances that decode, and all of whose slots belong to sequences that can move now: not
+        those that read what others have computed."""
         held: dict[InstanceId, int] = {}
         busy = self.busy
         for it in self.sequences:
-            if it.joined_ns is None:
+            if it.joined_ns is None or any(share.origin for share in it.shares):
                 busy |= instances_of(it)
                 continue
             for share in it.shares:
@@ -115,6 +125,20 @@ class ElasticGang:
     def sequences(self) -> list[SequenceView]:
         """All that are decoded here, or will be."""
         return list(self._gang.decoding.values())
+
+    def others(
+        self,
+        plans: Sequence[StartPlan],
+        idle: Sequence[Elastic],
+        batches: Sequence[DecodeBatch],
+    ) -> tuple[tuple[Elastic, ...], list[DecodeBatch]]:
+        """Of those that may prefill, who can beside these plans, and what slots they have left."""
+        taken = {it for plan in plans for step in plan.steps for it in step.group}
+        left = [it.id for it in idle if it.id not in taken]
+        apart = [it for it in batches if taken.isdisjoint(one.id for one in it.instances)]
+        return self.elastic(left), [
+            DecodeBatch(self.elastic([one.id for one in it.instances]), it.requests) for it in apart
+        ]
 
     def batches(self) -> list[tuple[DecodeBatch, int]]:
         """Decode groups that do not prefill, and from when on they may be preempted."""

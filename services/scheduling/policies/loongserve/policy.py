@@ -1,8 +1,9 @@
 """LoongServe: groups of instances that change from iteration to iteration (§5).
 
-On an elastic gang every round decides in four steps: which of the waiting requests are prefilled
-next (`dispatch`), on which instances (`allocation`), in which batches (`batching`), and where their
-KV stays (`scaling`). A prefill so runs on as many instances as pay, and leaves its KV, without a
+On an elastic gang every round starts prompts that go on from kept KV where that lies (`going_on`),
+and decides in four steps about others: which of the waiting requests are prefilled next
+(`dispatch`), on which instances (`allocation`), in which batches (`batching`), and where their KV
+stays (`scaling`). A prefill so runs on as many instances as pay, and leaves its KV, without a
 message more, on the fewest that hold it. Short and long prompts do not wait for one another, and
 what decodes is disturbed only where that gains more than it costs.
 
@@ -45,6 +46,7 @@ from csps.services.scheduling.policies.loongserve.batching import (
 )
 from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
 from csps.services.scheduling.policies.loongserve.elastic_gang import ElasticGang
+from csps.services.scheduling.policies.loongserve.going_on import GoingOn
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Elastic, Prompt
 from csps.services.scheduling.policies.loongserve.migrating import moves
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
@@ -135,25 +137,62 @@ class _Round:
         if dop := self._options.static_dop:
             yield from self._static(dop)
             return
-        idle, batches = self._gang.idle, self._batches()
+        started = len(self._started)
+        yield from self._any(self._gang.idle, self._batches())
+        if len(self._started) > started:
+            yield from self._passed()
+        yield from self._asking_again()
+
+    def _any(
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
+    ) -> Iterator[StartPlan | Move]:
+        """First what goes on from kept KV, then batches on the other instances."""
         migration = None
-        if not idle:
+        going_on = list(self._go_on(idle, batches))
+        if going_on:
+            yield from going_on
+            idle, batches = self._gang.others(going_on, idle, batches)
+        elif not idle:
             idle, migration = self._emptied()
             ids = {it.id for it in idle}
             batches = [it for it in batches if ids.isdisjoint(one.id for one in it.instances)]
         if not idle and not batches:
-            yield from self._asking_again()
             return
         dispatched = self._dispatch(idle, batches)
         if dispatched.prompts and not self._waits(dispatched, idle, batches):
             yield from self._moves([migration] if migration else [])
             yield from self._plans(dispatched, idle)
-            youngest = max(self._started, default=-1)
-            for it in self._pending():
-                if it.id > youngest:
-                    break
-                yield Passed(request=it.id)
-        yield from self._asking_again()
+
+    def _passed(self) -> Iterator[Passed]:
+        """Those before whom younger ones have started in this round."""
+        youngest = max(self._started, default=-1)
+        for it in self._pending():
+            if it.id > youngest:
+                break
+            yield Passed(request=it.id)
+
+    def _go_on(
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]
+    ) -> Iterator[StartPlan]:
+        """Prompts most of which was kept, each where that lies. They pass others as often as any
+        may (App. A)."""
+        starting = GoingOn(self._gang, self._pair.decode.decode_ns)
+        views = {it.id: it for it in islice(self._view.waiting("long"), MOST_REQUESTS)}
+        busy: set[InstanceId] = set()
+        for prompt in list(self._pending()):
+            if not self._room():
+                break
+            cached = self._view.cached(views[prompt.id], self._pair.decode.id)
+            holders = {it.instance for it in cached.shares} if cached else set()
+            plan = None
+            if cached is not None and busy.isdisjoint(holders):
+                plan = starting.start(prompt, cached, idle, batches)
+            if plan is not None:
+                self._started[prompt.id] = None
+                busy |= holders
+                yield plan
+            elif prompt.passed >= self._options.max_num_ooe:
+                break
 
     def _static(self, dop: int) -> Iterator[Decision]:
         groups = StaticGroups(self._gang, dop, self._view.now_ns, self._room())

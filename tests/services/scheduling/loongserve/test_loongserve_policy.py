@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from csps.services.scheduling.commands import AnyCommand, MoveKv, Reserve, RunSt
 from csps.services.scheduling.events import AnyEvent
 from csps.services.scheduling.ids import index_of
 from csps.services.scheduling.policies.choice import check_pairing, make_policy
+from csps.services.scheduling.prefix.settings import ReuseSettings
 
 MS = 1_000_000
 
@@ -49,12 +51,13 @@ class Watched:
         model: ClusterModel | None = None,
         abandoned: Sequence[Abandoned] = (),
         faults: Sequence[GangFault] = (),
+        reuse: ReuseSettings | None = None,
         **options: Any,
     ) -> None:
         self.commands: list[tuple[int, AnyCommand]] = []
         self.turns: list[tuple[tuple[AnyEvent, ...], tuple[AnyCommand, ...]]] = []
         model = model or cluster()
-        self._scheduler = scheduler_of(model, "loongserve", options)
+        self._scheduler = scheduler_of(model, "loongserve", options, reuse)
         simulator = Simulator(
             self._scheduler,
             model,
@@ -261,3 +264,45 @@ def test_its_options_are_checked() -> None:
 def test_both_objectives_and_the_pruned_search_serve(options: dict[str, str]) -> None:
     watched = Watched(random_arrivals(2, 30, 2_000), cluster(slots=2_000), **options)
     assert all(not it.error for it in watched.run.outcomes)
+
+
+# --- kept KV ---------------------------------------------------------------------------------
+
+KEEPS = ReuseSettings(enabled=True, block_tokens=64)
+
+
+def turn(at_ms: int, prompt: int, output: int, conversation: int = 0) -> Arrival:
+    """One that begins as the other turns of its conversation do."""
+    names = tuple(b"%d %d" % (conversation, block) for block in range(prompt // 64))
+    return replace(arrival(at_ms, prompt, output), hashes=names)
+
+
+def test_what_follows_upon_kept_kv_is_computed_where_that_lies() -> None:
+    watched = Watched([turn(0, 4000, 20), turn(2000, 4100, 20)], reuse=KEEPS)
+    first, second = watched.steps
+    (piece,) = second.pieces
+    assert (piece.start, piece.length) == (3968, 132)
+    assert list(map(index_of, second.group)) == watched.instances(1)
+    assert len(first.group) == 4
+
+
+def test_who_decodes_gives_way_to_an_end_only_if_that_gains_more() -> None:
+    """Nothing was decoded before, so that nobody knows how long the first one would take: the
+    second turn is computed whole, by those that are idle."""
+    watched = Watched([turn(0, 400, 2000), turn(1000, 500, 20)], reuse=KEEPS, decode_iterations=1)
+    _, second = watched.steps
+    assert [piece.start for piece in second.pieces] == [0]
+    assert set(map(index_of, second.group)).isdisjoint(watched.instances(1))
+
+
+def test_what_goes_on_passes_nobody_more_often_than_others_may() -> None:
+    """The large one finds no slots before the first one has ended, and ends come all the time."""
+    ends = [turn(200 * number, 330 + number, 5, 1) for number in range(1, 40)]
+    large = arrival(950, 1250, 100)
+    arrivals = sorted([arrival(0, 100, 600), *ends, large], key=lambda it: it.at_ns)
+    watched = Watched(arrivals, cluster(slots=1000, instances=2), reuse=KEEPS, max_num_ooe=3)
+    number = 1 + arrivals.index(large)
+    order = [it.request for it in watched.reserved]
+    before = watched.reserved[: order.index(number)]
+    assert len([it for it in before if it.request > number]) == 3
+    assert len([it for it in before if it.cached]) > 3
