@@ -29,9 +29,11 @@ TOKENS = 6
 slow = pytest.mark.slow
 
 
-def ask(cell: Cell, prompt: list[int], key: PrefixKey = KEY) -> Running:
+def ask(
+    cell: Cell, prompt: list[int], key: PrefixKey = KEY, *, max_tokens: int = TOKENS
+) -> Running:
     ids = np.asarray(prompt, np.int32)
-    sampling = Sampling(temperature=0.0, max_tokens=TOKENS)
+    sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
     return cell.service.submit(
         Generation(
             request_id="c", prompt=ids, sampling=sampling, prefix=key, hashes=key.hashes(ids)
@@ -165,6 +167,25 @@ async def test_conversations_beside_each_other_in_any_layout(
             assert said == reference_tokens(tiny_llama, prompt, TOKENS)
         assert any(it.cached_tokens for it in running)
         await at_rest(cell)
+
+
+async def test_a_prompt_whose_answer_nobody_waits_for_stays(tiny_llama: Path) -> None:
+    """On both gangs, as soon as it has landed."""
+    async with real_cell(tiny_llama, reuse=REUSE) as cell:
+        text = np.random.default_rng(5).integers(0, 256, 100).tolist()
+        for _ in range(2):
+            running = ask(cell, text, max_tokens=500)
+            async with running:
+                async for _token in running:
+                    if running.timings.tokens == 3:
+                        break
+            await at_rest(cell)
+        assert running.cached_tokens == 96
+        with headers_sent() as sent:
+            again = ask(cell, text)
+            assert await answer(again) == reference_tokens(tiny_llama, text, TOKENS)
+            await at_rest(cell)
+        assert positions_of(sent, 0) == [96, 97, 98, 99]
 
 
 async def test_nobody_gets_the_kv_of_another_key_or_salt(tiny_llama: Path) -> None:
