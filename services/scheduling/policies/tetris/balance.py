@@ -3,16 +3,41 @@
 Attention of a chunk to what lies before it takes as long as the instance with most of that takes.
 So before a chunk, its group's members have equal parts of the history, to within a token. It does
 not matter which tokens: history precedes every row of the chunk. As few tokens as possible move,
-and those that are kept stay where they are.
+and what other sequences have computed stays where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from csps.services.scheduling.commands import Share
+from csps.services.scheduling.decisions import PlannedStep
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.shares import level_shares, tokens_on
+from csps.services.scheduling.shares import level_shares, outside, tokens_on
+from csps.services.scheduling.step_shares import rows_of
+
+
+def balanced(
+    steps: Sequence[PlannedStep], kept: tuple[Share, ...], free: dict[InstanceId, int]
+) -> Iterator[PlannedStep]:
+    """A plan's chunks, each of which moves history before it attends to it.
+
+    Args:
+        kept: what others have computed of the prompt.
+        free: slots that the plan leaves; those that moves take are subtracted.
+    """
+    lying = kept
+    for step in steps:
+        (piece,), (rows,) = step.pieces, rows_of(step)
+        if moves := balancing_moves(lying, step.group, free):
+            for share in moves:
+                free[share.instance] -= share.tokens
+            piece = msgspec.structs.replace(piece, keep=(*rows, *moves))
+            step = msgspec.structs.replace(step, pieces=(piece,))
+        lying = (*outside(lying, moves), *moves, *rows)
+        yield step
 
 
 def balancing_moves(
@@ -29,25 +54,44 @@ def balancing_moves(
     """
     held = tokens_on(history)
     assert held.keys() <= set(group), "history outside of the group"
-    targets = _targets([held.get(it, 0) for it in group], [(free or {}).get(it) for it in group])
+    fixed = tokens_on(it for it in history if it.origin)
+    level, total = _level(group, fixed, sum(held.values()))
+    targets = _targets(
+        total, [held.get(it, 0) for it in level], [(free or {}).get(it) for it in level]
+    )
+    if targets is None:
+        return ()
+    target_of = {it: fixed.get(it, 0) for it in group} | dict(zip(level, targets, strict=True))
     surplus, wants = [], []
-    for instance, target in zip(group, targets, strict=True):
+    for instance, target in target_of.items():
         excess = held.get(instance, 0) - target
         if excess > 0:
-            surplus += list(_last([it for it in history if it.instance == instance], excess))
+            mine = [it for it in history if it.instance == instance and not it.origin]
+            surplus += list(_last(mine, excess))
         elif excess < 0:
             wants.append((instance, -excess))
     return tuple(_dealt(surplus, wants))
 
 
-def _targets(held: Sequence[int], free: Sequence[int | None]) -> list[int]:
-    """Tokens of each member: whoever holds most gets what is left over of an even division."""
-    total, count = sum(held), len(held)
+def _level(
+    group: Sequence[InstanceId], fixed: Mapping[InstanceId, int], total: int
+) -> tuple[list[InstanceId], int]:
+    """Members that can have equal parts, and the tokens that are theirs then: all but those who
+    have more of what stays where it is."""
+    level = list(group)
+    while over := [it for it in level if fixed.get(it, 0) > total // len(level)]:
+        level = [it for it in level if it not in over]
+        total -= sum(fixed[it] for it in over)
+    return level, total
+
+
+def _targets(total: int, held: Sequence[int], free: Sequence[int | None]) -> list[int] | None:
+    """Tokens of each member: whoever holds most gets what is left over of an even division. None
+    if there are not slots enough for what those with more would give."""
+    count = len(held)
     limits = [total if room is None else have + room for have, room in zip(held, free, strict=True)]
     if any(limit < -(-total // count) for limit in limits):
-        targets = level_shares(total, limits)
-        assert targets is not None, "the history has a place already"
-        return targets
+        return level_shares(total, limits)
     base, over = divmod(total, count)
     most = sorted(range(count), key=lambda it: (-held[it], it))
     return [base + (it in most[:over]) for it in range(count)]

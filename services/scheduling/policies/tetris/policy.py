@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from csps.services.scheduling.commands import Share
 from csps.services.scheduling.cost import StepTimes
 from csps.services.scheduling.decisions import (
     Blocked,
@@ -27,6 +28,7 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay, Placed
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
 from csps.services.scheduling.policies.reuse import NOTHING
+from csps.services.scheduling.policies.tetris.balance import balanced
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.ring_rows import in_zigzag
@@ -191,7 +193,19 @@ class _Pair:
             holding |= used
         self._decode.take(placed, request.output_tokens)
         decode = (DecodePlacement(request.id, placed.shares, placed.master),)
-        return StartPlan(steps=tuple(steps), decode=decode)
+        return StartPlan(steps=self._balanced(steps, work.cached.shares), decode=decode)
+
+    def _balanced(
+        self, steps: Sequence[PlannedStep], kept: tuple[Share, ...]
+    ) -> tuple[PlannedStep, ...]:
+        """With history even over each chunk's group, as far as slots allow."""
+        if len(steps) == 1:
+            return tuple(steps)
+        free = {it.id: it.free for it in self._spots}
+        moving = tuple(balanced(steps, kept, free))
+        for spot in self._spots:
+            spot.free = free[spot.id]
+        return moving
 
     def _step(
         self, request: RequestView, chunk: Chunk, used: Mapping[int, int], cost: CostView

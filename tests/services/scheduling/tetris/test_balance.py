@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,25 @@ def test_nobody_takes_in_more_than_there_is_room_for(
     history, group = world
     moves = balancing_moves(history, group, dict.fromkeys(group, room))
     assert all(count <= room for count in tokens_on(moves).values())
+
+
+@given(histories(), st.integers(1, 3), st.none() | st.integers(0, 30))
+def test_what_others_have_computed_stays_and_counts(
+    world: tuple[tuple[Share, ...], list[int]], chunks: int, room: int | None
+) -> None:
+    """Members differ by a token, but for those who have more of that."""
+    history, group = world
+    end = sorted(it.stop for it in history)[len(history) * chunks // 4]
+    kept = tuple(msgspec.structs.replace(it, origin=7) for it in history if it.stop <= end)
+    lying = (*kept, *(it for it in history if it.stop > end))
+    moves = balancing_moves(lying, group, None if room is None else dict.fromkeys(group, room))
+    assert not any(it.origin for it in moves)
+    assert outside(kept, moves) == kept
+    if room is None:
+        held, fixed = tokens_on(moved(lying, moves)), tokens_on(kept)
+        with_own = [held[it] for it in group if held.get(it, 0) > fixed.get(it, 0)]
+        least = min(held.get(it, 0) for it in group)
+        assert all(tokens - least <= 1 for tokens in with_own)
 
 
 @given(histories())

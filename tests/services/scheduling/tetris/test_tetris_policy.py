@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from policy_view import Busy, Picture, plans, waiting
 
 from csps.protocols.errors import ConfigError
+from csps.protocols.span import Span
 from csps.services.scheduling.decisions import Blocked, StartPlan, digest_of
 from csps.services.scheduling.ids import index_of
 from csps.services.scheduling.policies.choice import check_pairing, make_policy
 from csps.services.scheduling.policies.tetris.improvement import ImprovementRates
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris
+from csps.services.scheduling.shares import outside, tokens_on, within
+from csps.services.scheduling.step_shares import histories_of
 
 
 def tetris(**options: object) -> Tetris:
@@ -67,6 +70,23 @@ def test_who_holds_history_takes_part_without_slots() -> None:
     (plan,) = plans(view.ask(tetris()))
     assert groups(plan) == [[0, 1], [0, 1, 2, 3]]
     assert plan.steps[1].bounds[:2] == (0, 0)
+
+
+def test_history_is_even_over_each_chunks_group() -> None:
+    """As far as there are slots: in the second world one of those that come has room for 300."""
+    busy = ((2000, 0),)
+    for room, held in ((5000, [1000, 1000, 1000, 1000]), (1800, [1234, 1233, 1233, 300])):
+        view = Picture(
+            [waiting(1, 10_000)], [Busy(), Busy(), Busy(long=busy), Busy(free=room, long=busy)]
+        )
+        (plan,) = plans(view.ask(tetris()))
+        _, (history,) = histories_of(plan, {}, in_place=False)
+        (piece,) = plan.steps[1].pieces
+        lying = tokens_on((*outside(history, piece.keep), *within(piece.keep, Span(0, 4000))))
+        assert list(lying.values()) == held
+        assert tokens_on(piece.keep)[plan.steps[1].group[3]] == held[3] + 1500
+        chunk = tokens_on(within(piece.keep, Span(4000, 10_000)))
+        assert sum(chunk.values()) == piece.length
 
 
 def test_who_finds_no_slots_blocks_those_behind() -> None:
