@@ -26,11 +26,13 @@ Phase = Literal[
     "ring",
     "balancing",
     "placing",
+    "kv transfer",
     "wait",
 ]
 """What a span of time went to. All-to-alls, rings, all-gathers and reduce-scatters are transfers,
 which go on beside the others, and so are moves: of history (`balancing`) and of new KV (`placing`)
-to where they are kept. `wait` is the time in which computing stood still for one."""
+to where they are kept, and of KV to the gang that decodes it (`kv transfer`). `wait` is the time in
+which computing stood still for one."""
 
 TRANSFERS: frozenset[str] = frozenset(
     {
@@ -41,6 +43,7 @@ TRANSFERS: frozenset[str] = frozenset(
         "ring",
         "balancing",
         "placing",
+        "kv transfer",
         "all-gather",
         "reduce-scatter",
     }

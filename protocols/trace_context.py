@@ -68,6 +68,13 @@ def wants_timeline(context: trace.SpanContext) -> bool:
     return context.trace_flags.sampled and context.trace_state.get(STATE_KEY) == TIMELINE
 
 
+def asks_for_timeline(carrier: Mapping[str, object]) -> bool:
+    """`wants_timeline`, of a trace that came with a message."""
+    if not carrier:
+        return False
+    return wants_timeline(trace.get_current_span(extract(carrier)).get_span_context())
+
+
 @contextmanager
 def attached(carrier: Mapping[str, object]) -> Iterator[None]:
     """Make the context of `carrier` current; tasks created inside inherit it."""

@@ -34,6 +34,7 @@ from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.actors.progress_report import ProgressReport
+from csps.actors.timeline_export import emit_spans
 from csps.protocols.errors import CspsError, TransferError
 from csps.protocols.log_entries import (
     Abort,
@@ -51,6 +52,7 @@ from csps.protocols.log_entries import (
 from csps.protocols.messages import Reserve
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.span import Span
+from csps.protocols.trace_context import asks_for_timeline, attached
 
 _log = logging.getLogger(__name__)
 
@@ -221,7 +223,12 @@ class EngineLoop:
         """Begin a step, and return when it is over: it has all its other turns from inside."""
         run = self._desk.take(turn.step)
         run.goes_on(seq, turn)
-        delivery = Delivery(self._engine.pool, partial(self._sent, run), self._progress.step)
+        delivery = Delivery(
+            self._engine.pool,
+            lambda failure: self._sent(run, delivery, failure),
+            self._progress.step,
+            traced=asks_for_timeline(run.job.trace),
+        )
         sender = self._sender
         self._leaving.add(run)
         self._running.append(run)
@@ -321,11 +328,14 @@ class EngineLoop:
         elif not delivery.failed:
             sender.post(delivery, layer, part, kept_ht)
 
-    def _sent(self, run: StepRun, failure: Exception | None) -> None:
+    def _sent(self, run: StepRun, delivery: Delivery, failure: Exception | None) -> None:
         """Any thread: all that a step had to send has landed, or never will."""
         if failure is not None:
             self._reports.lost(run.job, failure)
         self._leaving.discard(run)
+        if delivery.timeline.events:
+            with attached(run.job.trace):  # after the job's own span, below the request's
+                emit_spans(delivery.timeline.events, rank=self._engine.rank)
         self._settle(run.job, cancelled=run.cancelled)
         self._reports.done(run.job, run)
 

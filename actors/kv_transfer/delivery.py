@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from csps.actors.kv_pool import KvPool, PinnedSpan
+from csps.actors.timeline import Timeline
 from csps.protocols.span import Span
 
 
@@ -17,6 +18,8 @@ class Delivery:
         pool: KvPool,
         on_sent: Callable[[Exception | None], None],
         on_step: Callable[[], None] = lambda: None,
+        *,
+        traced: bool = False,
     ) -> None:
         """Nothing is on its way yet.
 
@@ -25,8 +28,11 @@ class Delivery:
                 withdrawn or failed: why something failed, if anything did.
             on_step: told of each message that has landed, and now and then while some wait for
                 their turn.
+            traced: the timeline is wanted.
         """
         self._pool = pool
+        self.timeline = Timeline(on=traced)
+        """What was under way when."""
         self._on_sent, self._on_step = on_sent, on_step
         self._lock = threading.Lock()
         self._open = 1

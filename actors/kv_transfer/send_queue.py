@@ -16,6 +16,7 @@ from csps.actors.kv_transfer.staging import Staging
 from csps.actors.kv_transfer.turns import Turn
 from csps.actors.kv_transfer.waiting_sends import WaitingSends
 from csps.actors.mesh import IDLE, JOIN_DEADLINE, PeerLost, Pending
+from csps.actors.timeline import Event
 from csps.protocols.errors import ConfigError, TransferError
 
 READY_POLL_S = 0.001
@@ -29,6 +30,18 @@ class _UnderWay(NamedTuple):
     """Bytes charged up to its end."""
     delivery: Delivery
     pending: Pending
+    layer: int
+    bytes: int
+    begun_ns: int
+    """Unix time."""
+
+    def landed(self) -> None:
+        """The receiver has said so."""
+        self.pending.wait()
+        begin, end = self.begun_ns, time.time_ns()
+        event = Event("kv transfer", begin, end, layer=self.layer, bytes=self.bytes)
+        self.delivery.timeline.add(event)
+        self.delivery.landed()
 
 
 class SendQueue:
@@ -225,9 +238,7 @@ class SendQueue:
         if self._landed > self._charged:
             raise TransferError(f"{self._landed} bytes have landed of {self._charged} sent")
         while self._under_way and self._under_way[0].end <= self._landed:
-            message = self._under_way.popleft()
-            message.pending.wait()
-            message.delivery.landed()
+            self._under_way.popleft().landed()
 
     def _take(self) -> Sending | None:
         """What can be sent now."""
@@ -252,6 +263,7 @@ class SendQueue:
     def _send(self, sending: Sending) -> None:
         # The body exists before the header leaves: what runs out of memory must not leave a header
         # without it.
+        begun_ns = time.time_ns()
         try:
             body = sending.read(self._pool, self._staging)
             header = sending.header(self._connection.epoch, body, checked=self._is_checked())
@@ -265,7 +277,16 @@ class SendQueue:
         if not self._under_way:
             self._late_at = time.monotonic() + MESSAGE_DEADLINE.total_seconds()
         self._charged += header.charge(self._pool.head_dim)
-        self._under_way.append(_UnderWay(self._charged, sending.delivery, pending))
+        self._under_way.append(
+            _UnderWay(
+                self._charged,
+                sending.delivery,
+                pending,
+                layer=sending.layer,
+                bytes=body.k.nbytes + body.v.nbytes,
+                begun_ns=begun_ns,
+            )
+        )
         self._beat_at = time.monotonic() + BEAT_S
 
     def _is_checked(self) -> bool:

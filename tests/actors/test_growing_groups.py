@@ -1,0 +1,136 @@
+"""Tetris on ranks: chains of chunks on growing groups give the tokens of one chunk, history lies
+evenly before each layer's attention, and only what is displaced moves."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gang_cell import Request, even_shares, prompt_of
+from gang_threads import thread_cell
+from growing_chain import MovedBytes, grown, random_chain, run_chunk
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from test_cancelled_traces import TIMELINE
+from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_job
+
+from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
+"""Of a token's keys and values in a layer, over an instance's ranks."""
+
+
+GANGS = ((4, 1), (2, 2))
+"""Prefill instances and tensor parallelism of both gangs: four ranks and two."""
+
+
+@pytest.mark.parametrize("gangs", GANGS)
+async def test_a_chain_gives_the_tokens_of_one_chunk(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, gangs: tuple[int, int]
+) -> None:
+    await check_chain(tiny_llama, monkeypatch, gangs, seed=sum(gangs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gangs", GANGS)
+@pytest.mark.parametrize("seed", range(60))
+async def test_any_chain_does(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, gangs: tuple[int, int], seed: int
+) -> None:
+    await check_chain(tiny_llama, monkeypatch, gangs, seed)
+
+
+async def check_chain(
+    model: Path, patch: pytest.MonkeyPatch, gangs: tuple[int, int], seed: int
+) -> None:
+    """Beside the same prompt in one chunk, and one that is cancelled between two chunks."""
+    rng, (instances, tp) = random.Random(seed), gangs
+    moved, displaced = MovedBytes(patch), Counter[tuple[int, int]]()
+    async with thread_cell(
+        model, prefill=instances, prefill_tp=tp, decode=2 // tp, decode_tp=tp
+    ) as cell:
+        prompt = prompt_of(rng.randint(20, 120), seed)
+        chained, whole, given_up = await reserved(cell, prompt, prompt, prompt)
+        for it in (chained, given_up):
+            layout = rng.choice(("zigzag", "striped"))
+            strategy = rng.choice(("ring_kv", "ring_q", "ulysses"))
+            for chunk in random_chain(rng, len(prompt), instances):
+                if it is given_up and it.done:
+                    cell.cancel(it.request.rid)
+                    break
+                job, tokens = run_chunk(cell, it, chunk, layout, strategy=strategy)
+                await cell.prefilled(job)
+                displaced += tokens
+                if it.done < len(prompt):
+                    check_holdings(cell, it)
+        run_job(cell, [whole], [whole.piece(len(prompt))], range(instances))
+        await cell.freed(given_up.request.rid)
+        await finish(cell, model, [chained, whole])
+        assert cell.tokens(chained.request.rid) == cell.tokens(whole.request.rid)
+    by_instance = Counter[tuple[int, int]]()
+    for (source, target), sent in moved.sent.items():
+        assert source % tp == target % tp
+        by_instance[source // tp, target // tp] += sent
+    assert by_instance == {pair: it * LAYERS * TOKEN_BYTES for pair, it in displaced.items()}
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Spans of this test, with an SDK of its own."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+async def test_a_layers_history_travels_during_the_one_before(
+    tiny_llama: Path, exported: InMemorySpanExporter
+) -> None:
+    """By its own trace: of each layer what moves has arrived when attention begins, and what the
+    next one needs is on its way. KV leaves for the decode gang by layer as well."""
+    it = Prefill(Request(rid=1, prompt=prompt_of(60), shares=even_shares(60, [0])))
+    async with thread_cell(tiny_llama, prefill=2, decode=1, data_group=None) as cell:
+        await cell.reserve(it.request)
+        for chunk in grown(60, ([1], [1, 0])):
+            _, tokens = run_chunk(cell, it, chunk, "zigzag", strategy="ring_kv", trace=TIMELINE)
+        assert tokens == {(1, 0): 15}
+        await finish(cell, tiny_llama, [it])
+    spans = [span for span in exported.get_finished_spans() if attribute(span, PHASE)]
+    for rank, sent in ((0, 0), (1, 15 * TOKEN_BYTES)):
+        first, second = (of(spans, "balancing", rank, layer) for layer in range(LAYERS))
+        attention = of(spans, "attention", rank, 0)
+        assert first.end_time <= attention.start_time
+        assert second.start_time <= attention.start_time
+        assert second.end_time <= of(spans, "last rows", rank, 1).start_time
+        assert attribute(first, BYTES) == attribute(second, BYTES) == sent
+    kv = [it for it in spans if attribute(it, PHASE) == "kv transfer"]
+    for layer in range(LAYERS):
+        sent = sum(int(str(attribute(it, BYTES))) for it in kv if attribute(it, LAYER) == layer)
+        assert sent == 60 * TOKEN_BYTES
+
+
+def attribute(span: ReadableSpan, name: str) -> object:
+    assert span.attributes is not None
+    return span.attributes.get(name)
+
+
+def of(spans: list[ReadableSpan], phase: str, rank: int, layer: int) -> ReadableSpan:
+    """A rank's first one in a layer of the last step."""
+    wanted = (phase, rank, layer)
+    found = [
+        it for it in spans if tuple(attribute(it, key) for key in (PHASE, RANK, LAYER)) == wanted
+    ]
+    last = max(found, key=start_of).parent
+    return min((it for it in found if it.parent == last), key=start_of)
+
+
+def start_of(span: ReadableSpan) -> int:
+    assert span.start_time is not None
+    return span.start_time
