@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,27 @@ from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers
 
 EXIT_S = 20.0
+HOST = ("-m", "csps.actors.host_rank")
 
 
 class RankProcess:
     """`python -m csps.actors.host_rank`, with the same life as a `Rank`."""
 
-    def __init__(self, fields: dict[str, Any], store: StoreAddress | None = None) -> None:
-        """Start the interpreter; a rank without a store hosts one, and that is rank 0."""
+    def __init__(
+        self,
+        fields: dict[str, Any],
+        store: StoreAddress | None = None,
+        host: Sequence[str] = HOST,
+    ) -> None:
+        """Start the interpreter; a rank without a store hosts one, and that is rank 0.
+
+        Args:
+            host: what the interpreter runs, before the configuration.
+        """
         if store is not None:
             fields = {**fields, "store": [store.host, store.port]}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "csps.actors.host_rank", json.dumps(fields)],
+            [sys.executable, *host, json.dumps(fields)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -84,17 +94,21 @@ class RankProcess:
 class ProcessGang:
     """One gang, every rank of it a process."""
 
-    def __init__(self, plan: GangPlan) -> None:
-        self.plan = plan
-        self._ranks = [RankProcess(plan.rank_fields(0))]
+    def __init__(self, plan: GangPlan, host: Sequence[str] = HOST) -> None:
+        self.plan, self._host = plan, host
+        self._ranks = [RankProcess(plan.rank_fields(0), host=host)]
 
     async def start(self) -> GangMembers:
         """Start the other ranks; returns where all answer."""
         [store] = await in_threads([self._ranks[0].store])
         for rank in range(1, self.plan.instances * self.plan.tp):
-            self._ranks.append(RankProcess(self.plan.rank_fields(rank), store))
+            self._ranks.append(RankProcess(self.plan.rank_fields(rank), store, self._host))
         addresses = await in_threads([rank.start for rank in self._ranks])
         return members_of(self.plan, addresses)
+
+    async def end(self) -> None:
+        """Let all ranks end by themselves, as they do when they have said all."""
+        await in_threads([rank.end for rank in self._ranks])
 
     def close(self) -> None:
         """End all ranks."""

@@ -1,0 +1,281 @@
+"""Tetris' chunks on groups that grow: what balancing history and sending KV take of the TTFT.
+
+    python benchmarks/growing_groups.py [--tokens 16384] [--rounds 5] [--model needle|wide]
+        [--strategy ring_kv] [--json FILE] [--image FILE]
+    python benchmarks/growing_groups.py --smoke
+
+Four prefill ranks and two decode ranks, processes with one torch thread each, compute a prompt in
+three chunks: on one rank, on two, on all four, its rows in zigzag. All chunks are sent at once.
+In turns, history is balanced over each group before its chunk, layer by layer, and stays where it
+was computed. Of each round:
+
+`ttft_s`           from sending the first chunk to the first token
+`balancing_waited` share of the TTFT for which a rank stood still for history to come, the most of
+                   any rank, by its timeline
+`balancing_hidden` share of the time in which history was under way that no rank stood still for
+`transfer_after`   share of the TTFT that KV took to be where it is decoded after the first token
+
+Medians over the rounds. It takes a core for each prefill rank: compare the load average in the
+result. `--image` draws the last balanced round's timeline (needs matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import growing_groups_picture
+import numpy as np
+import report
+import wide_checkpoint
+
+from csps.actors.timeline import TRANSFERS
+from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
+from csps.protocols.messages import KvLanded
+from csps.protocols.placement import KvShare, place, zigzag
+from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.sampling import Sampling
+from csps.protocols.tokens import TokenDrawn
+from csps.services.launch.settings import shipped_models
+from csps.services.scheduling.commands import Share
+from csps.services.scheduling.policies.tetris.balance import balancing_moves
+from csps.services.scheduling.shares import outside
+from csps.services.telemetry.traces.spans import Span, Trace, read_spans, span_files, traces
+
+# The driver that stands in for the router belongs to the tests, which hold the engine to it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+import gang_cell
+from gang_cell import Cell, GangPlan, Request, job_of
+from gang_processes import ProcessGang
+
+gang_cell.ANSWER_S = 600.0
+TRACED_RANK = Path(__file__).with_name("testbed") / "traced_rank.py"
+GROUPS = ((0,), (0, 1), (0, 1, 2, 3))
+DECODE = 2
+TWO_TOKENS = Sampling(temperature=0, max_tokens=2)
+"""The second one is decoded, so that KV is sent."""
+BALANCING = "balancing"
+SMOKE = ["--tokens", "1024", "--rounds", "1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One prompt."""
+
+    trace_id: str
+    balanced: bool
+    ttft_s: float
+    landed_s: float
+    """From sending the first chunk until all KV is where it is decoded."""
+    token: int
+
+
+def main() -> None:
+    args = _arguments()
+    os.environ.setdefault("CSPS_LOG", "CRITICAL")  # ranks that end call one another lost
+    with _model(args.model) as model, tempfile.TemporaryDirectory() as spans:
+        rounds = asyncio.run(_measure(model, Path(spans), args))
+        found = {it.trace_id: it for it in traces(read_spans(span_files(Path(spans))))}
+    rows = [
+        _row([(it, found[it.trace_id]) for it in rounds if it.balanced == balanced], balanced)
+        for balanced in (True, False)
+    ]
+    assert len({it.token for it in rounds}) == 1, "not the same token"
+    result = {
+        "benchmark": "growing_groups",
+        "model": args.model,
+        "tokens": args.tokens,
+        "groups": [len(group) for group in GROUPS],
+        "strategy": args.strategy,
+        "rounds": args.rounds,
+    }
+    if args.image is not None:
+        last = [it for it in rounds if it.balanced][-1]
+        growing_groups_picture.draw(found[last.trace_id], last.ttft_s, args.image)
+    report.publish(result, rows, args.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=["needle", "wide"], default="needle")
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--strategy", choices=["ring_kv", "ring_q", "ulysses"], default="ring_kv")
+    parser.add_argument("--image", type=Path, help="draw a timeline here")
+    parser.add_argument("--smoke", action="store_true", help="see that it works")
+    args = report.with_json_option(parser).parse_args()
+    return parser.parse_args([*sys.argv[1:], *SMOKE]) if args.smoke else args
+
+
+@contextmanager
+def _model(name: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "needle":
+            yield shipped_models() / "needle"
+        else:
+            yield wide_checkpoint.make(Path(folder) / "wide")
+
+
+# --- on the ranks --------------------------------------------------------------------------------
+
+
+async def _measure(model: Path, spans: Path, args: argparse.Namespace) -> list[Round]:
+    prompt = np.random.default_rng(0).integers(3, 256, args.tokens).astype("<i4")
+    rounds = []
+    async with _ranks(model, spans, args.tokens) as cell:
+        await _prefill(cell, 1, prompt[:512], args.strategy, balanced=True)  # warms up
+        for number in range(2 * args.rounds):
+            balanced = number % 2 == 0
+            rounds.append(
+                await _prefill(cell, 2 + number, prompt, args.strategy, balanced=balanced)
+            )
+    return rounds
+
+
+@asynccontextmanager
+async def _ranks(model: Path, spans: Path, tokens: int) -> AsyncIterator[Cell]:
+    """Both gangs, attached and connected; at the end all spans are written."""
+    slots = 2 * tokens
+    plans = [
+        GangPlan(model_dir=str(model), role="prefill", instances=len(GROUPS[-1]), kv_slots=slots),
+        GangPlan(model_dir=str(model), role="decode", instances=DECODE, kv_slots=slots),
+    ]
+    traced = ProcessGang(plans[0], (str(TRACED_RANK), str(spans)))
+    gangs = [traced, ProcessGang(plans[1])]
+    try:
+        members = await asyncio.gather(*(gang.start() for gang in gangs))
+        cell = Cell()
+        cell.prefill = await cell.attach(members[0], "prefill")
+        cell.decode = await cell.attach(members[1], "decode")
+        await cell.connect()
+        yield cell
+        await cell.hang_up()
+        await traced.end()
+    finally:
+        for gang in gangs:
+            gang.close()
+
+
+async def _prefill(
+    cell: Cell, rid: int, prompt: np.ndarray, strategy: str, *, balanced: bool
+) -> Round:
+    shares = place(range(DECODE), zigzag(len(prompt), DECODE))
+    request = Request(rid=rid, prompt=prompt, shares=shares, sampling=TWO_TOKENS)
+    await cell.reserve(request)
+    trace_id = os.urandom(16).hex()
+    trace = {
+        "traceparent": f"00-{trace_id}-{os.urandom(8).hex()}-01",
+        "tracestate": "csps=timeline",
+    }
+    steps = list(_chunks(request, strategy, trace, balanced=balanced))
+    begin = time.perf_counter()
+    jobs = [cell.submit(step, tokens) for step, tokens in steps]
+    await cell.until(lambda: cell.about(TokenDrawn, rid=rid))
+    ttft_s = time.perf_counter() - begin
+    await cell.until(lambda: len(cell.about(KvLanded, rid=rid)) == DECODE)
+    landed_s = time.perf_counter() - begin
+    await cell.answer(request)
+    await cell.freed(rid)
+    await cell.prefilled(*jobs)
+    return Round(
+        trace_id=trace_id,
+        balanced=balanced,
+        ttft_s=ttft_s,
+        landed_s=landed_s,
+        token=cell.tokens(rid)[0],
+    )
+
+
+def _chunks(
+    request: Request, strategy: str, trace: dict[str, str], *, balanced: bool
+) -> Iterator[tuple[PrefillJob, np.ndarray]]:
+    """Each as long as its group is large, with the tokens that it computes."""
+    length, sizes = len(request.prompt), [len(group) for group in GROUPS]
+    stops = [length * sum(sizes[: i + 1]) // sum(sizes) for i in range(len(sizes))]
+    start, lying = 0, tuple[Share, ...]()
+    for group, stop in zip(GROUPS, stops, strict=True):
+        rows = place(group, zigzag(stop - start, len(group)), start=start)
+        moves = balancing_moves(lying, group) if balanced else ()
+        piece = request.piece(
+            start,
+            stop,
+            rows=rows,
+            history=_kv_shares(lying),
+            placement=(*rows, *_kv_shares(moves)) if moves else (),
+        )
+        yield (
+            job_of([piece], group, strategy=strategy, trace=trace),
+            request.prompt[start:stop],
+        )
+        own = [Share.of(it.instance, it.span) for it in rows]
+        start, lying = stop, (*outside(lying, moves), *moves, *own)
+
+
+def _kv_shares(shares: Sequence[Share]) -> tuple[KvShare, ...]:
+    return tuple(KvShare(instance=it.instance, span=it.span) for it in shares)
+
+
+# --- out of the timelines ------------------------------------------------------------------------
+
+
+def _row(rounds: Sequence[tuple[Round, Trace]], balanced: bool) -> dict[str, Any]:
+    costs = [_balancing(trace.spans, it.ttft_s) for it, trace in rounds]
+    return {
+        "history": "balanced" if balanced else "where it was computed",
+        "ttft_s": statistics.median(it.ttft_s for it, _ in rounds),
+        "balancing_waited": statistics.median(waited for waited, _, _ in costs),
+        "balancing_hidden": statistics.median(hidden for _, hidden, _ in costs),
+        "balancing_mib": statistics.median(sent for _, _, sent in costs) / 2**20,
+        "transfer_after": statistics.median(
+            max(0.0, it.landed_s - it.ttft_s) / it.ttft_s for it, _ in rounds
+        ),
+    }
+
+
+def _balancing(spans: Sequence[Span], ttft_s: float) -> tuple[float, float, float]:
+    """Share of the TTFT waited for by the rank that did most, share hidden, bytes."""
+    jobs: dict[tuple[int, str | None], list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.is_phase:
+            jobs[span.attributes[RANK], span.parent_id].append(span)
+    waited_ns = Counter[int]()
+    for (rank, _), phases in jobs.items():
+        waited_ns[rank] += sum(it.duration_ns for it in _waits(phases))
+    moves = [it for it in spans if _phase(it) == BALANCING]
+    under_way_ns = sum(it.duration_ns for it in moves)
+    return (
+        max(waited_ns.values()) / 1e9 / ttft_s,
+        max(0.0, 1 - waited_ns.total() / under_way_ns) if under_way_ns else 0.0,
+        sum(it.attributes[BYTES] for it in moves),
+    )
+
+
+def _waits(phases: Sequence[Span]) -> Iterator[Span]:
+    """Of one step on one rank, those for history: in layers that have any, before the layer's
+    other exchanges are begun."""
+    for layer in {it.attributes[LAYER] for it in phases if _phase(it) == BALANCING}:
+        here = [it for it in phases if it.attributes.get(LAYER) == layer]
+        others = [
+            it.start_ns for it in here if _phase(it) in TRANSFERS - {BALANCING, "kv transfer"}
+        ]
+        until_ns = min(others, default=max(it.end_ns for it in here))
+        yield from (it for it in here if _phase(it) == "wait" and it.start_ns < until_ns)
+
+
+def _phase(span: Span) -> str:
+    return str(span.attributes.get(PHASE, ""))
+
+
+if __name__ == "__main__":
+    main()
