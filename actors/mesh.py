@@ -54,6 +54,7 @@ class ControlTag(IntEnum):
     """Streams of control messages: what the hosts of two ranks tell each other."""
 
     DECODE_TOKEN = 10
+    ROW_STATE = 11
 
 
 class Tag(IntEnum):

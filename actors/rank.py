@@ -24,6 +24,7 @@ from csps.actors.engine.engine import Engine
 from csps.actors.engine.in_place import kept_in_place
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
 from csps.actors.engine.loop import EngineLoop
+from csps.actors.engine.move_run import leader_of, move_parts, ranks_of_move
 from csps.actors.engine.open_log import STREAM, open_log
 from csps.actors.engine.step_run import parts_of, ranks_of
 from csps.actors.kv_pool import KvPool
@@ -66,6 +67,7 @@ from csps.protocols.messages import (
     Reserve,
 )
 from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.row_move import MoveRow
 from csps.protocols.rpc_server import Handler, Peer
 
 _log = logging.getLogger(__name__)
@@ -262,6 +264,7 @@ class Rank:
             "prefill": self._submit,
             "reserve": self._reserve,
             "join": self._join,
+            "move": self._move,
             "cancel": self._cancel,
             "keep": self._keep,
             "release": self._release,
@@ -374,6 +377,24 @@ class Rank:
                 STREAM, row.rid, row.first_token, owner, budget=row.budget, ranks=ranks
             )
         )
+
+    def _move(self, payload: Any, peer: Peer) -> None:
+        self._require_attached(peer)
+        if self.config.role != "elastic":
+            raise ProtocolError("rows are moved where their prompts are computed")
+        move = schema.unpack(MoveRow, payload)
+        self.loop.move(move, self._owner)
+        task = StepTask(
+            id=move.job_id,
+            ranks=ranks_of_move(move.instances, self._layout),
+            urgent=True,
+            parts=move_parts(move, self.engine.spec.layers),
+            sequences=(move.rid,),
+            owner=self._owner,
+            led_by=leader_of(move, self._layout),
+            places=ranks_of_move(move.after.instances, self._layout),
+        )
+        self._conduct(lambda conductor: conductor.submit(task))
 
     def _cancel(self, payload: Any, peer: Peer) -> None:
         self._require_attached(peer)

@@ -63,7 +63,7 @@ STAYING = System(
     "loongserve",
     {"max_batch": MAX_BATCH, "max_num_ooe": 64, "tipping_tokens": TIPPING_TOKENS},
 )
-"""LoongServe as ranks can do it today: KV of what decodes stays where it is."""
+"""KV of what decodes stays where it is."""
 
 
 def _static(name: str, cluster: str, dop: int) -> System:

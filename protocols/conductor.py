@@ -26,6 +26,7 @@ from csps.protocols.log_entries import (
     Iterate,
     Iterated,
     Op,
+    Place,
     Prepared,
     Ran,
     Report,
@@ -83,11 +84,20 @@ class Conductor:
         self._streams.open(stream, ranks, masters or ranks[:1])
 
     def submit(self, task: StepTask) -> None:
-        """A step is to be run once its ranks have prepared it, of which they may tell before."""
+        """A step is to be run once its ranks have prepared it, of which they may tell before. One
+        that moves a row's KV goes with the row: nothing is moved of what has left."""
         if self._closed or task.owner in self._ended:
             self._steps.refuse(task)
-        else:
-            self._steps.add(task)
+            return
+        if task.places:
+            stream = self._streams.of_row(task.sequences[0])
+            if stream is None:
+                self._append(Abort(task.id), task.ranks)
+                self._steps.refuse(task)
+                return
+            if task.sequences[0] in stream.joined:  # ranks look for the row when the step begins
+                self._change(stream)
+        self._steps.add(task)
 
     def join(
         self,
@@ -108,11 +118,6 @@ class Conductor:
         """
         if not self._closed and owner not in self._ended:
             self._streams.join(stream, sequence, token, owner, budget, ranks)
-
-    def place(self, sequence: int, ranks: tuple[int, ...]) -> None:
-        """A row concerns these ranks from now on: its KV has moved there, or its answer goes on
-        there. Nothing if it is no row."""
-        self._streams.place(sequence, ranks)
 
     def report(self, report: Report) -> None:
         """What a rank reports.
@@ -178,7 +183,14 @@ class Conductor:
             raise ProtocolError(f"rank {rank} reports entry {seq} of stream {stream} unasked")
         iterating.measured(seq, nanoseconds)
         for sequence in finished:
-            self._streams.finish(iterating, sequence, seq)
+            if self._streams.finish(iterating, sequence, seq):
+                self._end_moves(sequence)
+
+    def _end_moves(self, sequence: int) -> None:
+        """A row has left: its KV is not moved any further."""
+        for step in self._steps.of_sequence(sequence):
+            if step.task.places and not step.ending:
+                self._abort(step)
 
     def cancel(self, sequence: int) -> None:
         """A sequence is given up: as a row or what is to become one, and in all steps that are
@@ -197,6 +209,7 @@ class Conductor:
         not kept."""
         if self._closed:
             return
+        self._end_moves(sequence)
         self._streams.forget(sequence)
         for stream in self._streams:
             if stream.left:
@@ -286,6 +299,10 @@ class Conductor:
         step.until = until
         for rank in step.task.ranks:
             self._ran[rank] = seq
+        if step.ending and step.task.places:
+            (row,) = step.task.sequences
+            stream = self._streams.place(row, step.task.places)
+            self._append(Place(row, stream.rows[row].ranks), stream.ranks)
 
     def _is_short(self, step: Step) -> bool:
         """Whether all of a step probably is a quantum, as other short ones have shown."""

@@ -80,7 +80,16 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag=7):
     spans: tuple[Span, ...]
 
 
-Op = Run | Iterate | Change | Abort | EndOwner | Shutdown | Free
+class Place(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """A row goes on where its KV has been moved to: placement, master and keepers change at all
+    ranks before the same iteration. Follows upon the last `Run` of the step that moved it."""
+
+    sequence: Count
+    ranks: tuple[Count, ...]
+    """Whom the row concerns from now on."""
+
+
+Op = Run | Iterate | Change | Abort | EndOwner | Shutdown | Free | Place
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +108,7 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ran(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A step's leader, the lowest of its ranks, has executed a `Run`."""
+    """A step's leader has executed a `Run`."""
 
     rank: Count
     seq: Positive

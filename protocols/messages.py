@@ -211,6 +211,10 @@ class PrefillDone:
     """Exchanges inside the group were under way, hidden behind computing or not."""
     bytes_sent: tuple[int, ...] = ()
     """To each rank of the gang, in rank order; empty where nothing was computed."""
+    placed_bytes: int = 0
+    """Of them, new KV that is kept elsewhere than it was computed."""
+    placing_s: float = 0.0
+    """What that took the rank, storing of what came by anyway included."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,20 @@ from csps.services.scheduling.decisions import (
     Blocked,
     Decision,
     DecodePlacement,
+    Move,
     PlannedPiece,
     PlannedStep,
     StartPlan,
     Trial,
+    WakeAt,
 )
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.shares import bounds_of, laid_out, own, tokens_on, within
 from csps.services.scheduling.view import GangView, PairView, RequestView, View
 
 Free = dict[InstanceId, int]
+SOON_NS = 2_000_000
+"""Until what is decoded may move again."""
 
 
 class Kept(NamedTuple):
@@ -41,9 +45,11 @@ class AnyLayout:
     name = "any_layout"
     whole_prompts = False
 
-    def __init__(self, seed: int, *, block: int = 0) -> None:
-        """`block`: goes on from kept KV, in multiples of it."""
-        self._random, self._block = random.Random(seed), block
+    def __init__(self, seed: int, *, block: int = 0, moves: bool = False) -> None:
+        """`block`: goes on from kept KV, in multiples of it. `moves`: what is decoded goes on
+        elsewhere all the time, of an elastic gang; the youngest request waits meanwhile, because
+        without one no policy is asked."""
+        self._random, self._block, self._moves = random.Random(seed), block, moves
 
     def line(self, prompt_tokens: int, pairs: object) -> str:
         return "long"
@@ -52,11 +58,17 @@ class AnyLayout:
         return _OnOne(pair)
 
     def decide(self, view: View) -> Sequence[Decision]:
-        decisions: list[Decision] = []
         pair = view.pairs[0]
         gangs = (*pair.prefill.instances, *pair.decode.instances)
         free = {it.id: it.free_slots for it in gangs}
+        decisions: list[Decision] = []
+        if self._moves:
+            decisions += self._wandering(pair.decode, free)
+            if pair.decode.decoding:
+                decisions.append(WakeAt(at_ns=view.now_ns + SOON_NS))
         waiting = list(view.waiting("long"))
+        if self._moves and pair.decode.decoding:
+            waiting.pop()
         while waiting:
             together = [waiting.pop(0)]
             if waiting and waiting[0].cls == together[0].cls and self._random.random() < 0.3:
@@ -70,6 +82,21 @@ class AnyLayout:
                 break
             decisions.append(plan)
         return decisions
+
+    def _wandering(self, gang: GangView, free: Free) -> Iterator[Move]:
+        """All that is decoded goes on elsewhere, if there is room for it twice."""
+        for it in gang.decoding.values():
+            if it.joined_ns is None or it.moves:
+                continue
+            start, stop = it.answer_span
+            shares, answer = self._laid(gang, 0, start), self._laid(gang, start, stop - start)
+            coming = tokens_on((*shares, *answer))
+            if all(n <= free[instance] for instance, n in coming.items()):
+                for instance, n in coming.items():
+                    free[instance] -= n
+                master = self._random.choice(gang.instances).id
+                placement = DecodePlacement(it.request_id, shares, master, answer)
+                yield Move(sequence=it.id, placement=placement)
 
     def _plan(
         self, requests: list[RequestView], pair: PairView, free: Free, view: View

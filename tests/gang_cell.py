@@ -40,6 +40,7 @@ from csps.protocols.messages import (
 )
 from csps.protocols.placement import KvShare, place, striped, zigzag
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement
 from csps.protocols.sampling import Sampling
 from csps.protocols.span import Span
 from csps.protocols.tokens import TokenDrawn, Tokens
@@ -64,6 +65,7 @@ _MESSAGES: dict[str, type[Any]] = {
     "landed": KvLanded,
     "freed": SlotsFreed,
     "kept": KvKept,
+    "moved": RowMoved,
     "failed": RequestFailed,
     "link_broken": LinkBroken,
 }
@@ -119,6 +121,8 @@ class Cell:
         self.jobs: dict[int, PrefillJob] = {}
         self._slots: list[tuple[GangClient, KvKept | SlotsFreed]] = []
         """What ranks said of the slots of sequences that are over, with their gangs."""
+        self._moved: set[int] = set()
+        """Rows that may have had several masters."""
         self._news = asyncio.Event()
         self._job_ids = itertools.count(1)
 
@@ -193,8 +197,12 @@ class Cell:
         assert len(self.about(kind, **fields)) == count
 
     def draws(self, rid: int) -> list[TokenDrawn]:
-        """A request's tokens so far, which must have come in order and without a gap."""
+        """A request's tokens so far, which must have come in order and without a gap; of several
+        masters, whose connections have no common order, those without a gap before them."""
         drawn = self.about(TokenDrawn, rid=rid)
+        if rid in self._moved:
+            drawn = sorted(drawn, key=lambda it: it.index)
+            drawn = [it for at, it in enumerate(drawn) if it.index == drawn[0].index + at]
         first = drawn[0].index if drawn else 0
         assert [it.index for it in drawn] == list(range(first, first + len(drawn)))
         return drawn
@@ -259,6 +267,22 @@ class Cell:
             instances=tuple(sorted(concerned)) if self.prefill is self.decode else (),
         )
         self.decode.notify(0, "join", schema.pack(join))
+
+    def move(self, request: Request, before: RowPlacement, after: RowPlacement) -> int:
+        """Have a row go on elsewhere; returns the move's number."""
+        self._moved.add(request.rid)
+        number = next(self._job_ids)
+        length = len(request.prompt)
+        message = MoveRow(
+            job_id=number,
+            rid=request.rid,
+            prompt_length=length,
+            stop=length + request.sampling.max_tokens - 1,
+            before=before,
+            after=after,
+        )
+        self.decode.notify_all("move", schema.pack(message))
+        return number
 
     def cancel(self, rid: int) -> None:
         """Withdraw a request everywhere."""

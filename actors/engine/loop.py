@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 
@@ -25,6 +26,8 @@ from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
 from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.actors.engine.log_end import LogEnd
+from csps.actors.engine.logged_step import LoggedStep
+from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.step_desk import StepDesk
 from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
@@ -34,6 +37,7 @@ from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.sender import KvSender
 from csps.actors.layout import LocalPiece
 from csps.actors.progress_report import ProgressReport
+from csps.actors.sampler_request import sampler_of
 from csps.actors.timeline_export import emit_spans
 from csps.protocols.errors import CspsError, TransferError
 from csps.protocols.log_entries import (
@@ -44,6 +48,7 @@ from csps.protocols.log_entries import (
     Free,
     Iterate,
     Iterated,
+    Place,
     Prepared,
     Ran,
     Run,
@@ -51,6 +56,7 @@ from csps.protocols.log_entries import (
 )
 from csps.protocols.messages import Reserve
 from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.row_move import MoveRow
 from csps.protocols.span import Span
 from csps.protocols.trace_context import asks_for_timeline, attached
 
@@ -90,8 +96,10 @@ class EngineLoop:
         self._changing = threading.Lock()
         """Held while it is found out which sequences of a step have slots in the stream's name, and
         while the stream lets go of some."""
-        self._running: list[StepRun] = []
+        self._running: list[LoggedStep] = []
         """Begun and not over, each above the one before."""
+        self._moved: dict[int, MoveRun] = {}
+        """By row, moves that are over and of which the log is about to say so."""
         self._sender: KvSender | None = None
         self._progress = ProgressReport(notify, rank=engine.rank)
         self._leaving: set[StepRun] = set()
@@ -128,6 +136,31 @@ class EngineLoop:
         )
         if not self._desk.add(run, owner):
             self._give_up(run)
+
+    def move(self, message: MoveRow, owner: int) -> None:
+        """Put a move of a row in line, if this rank is a member. Nothing of a row that has left:
+        the log drops the move then.
+
+        Raises:
+            InvalidRequest: the sampling parameters do not fit the model.
+        """
+        if self._engine.instance not in message.instances:
+            return
+        with self._changing:
+            if (reservation := self.stream.reservations.find(message.rid)) is None:
+                return
+            drawn_here = message.after.master == self._engine.instance
+            begins_here = drawn_here and message.before.master != self._engine.instance
+            request, vocab = reservation.request, self._engine.spec.vocab
+            run = MoveRun(
+                self._engine,
+                message,
+                row_of=self.stream.row,
+                sampler=sampler_of(request, vocab) if begins_here else None,
+                next_turn=self._next_turn,
+            )
+            if not self._desk.add(run, owner):
+                self._give_up(run)
 
     def _share_history(self, job: PrefillJob) -> None:
         """Hold what others have computed here of the pieces' history, whatever becomes of them."""
@@ -214,6 +247,8 @@ class EngineLoop:
                 self._end_owner(owner)
             case Free(sequence, spans):
                 self._release(sequence, spans)
+            case Place() as place:
+                self._place(place)
             case Shutdown():
                 raise _Ended
 
@@ -221,8 +256,43 @@ class EngineLoop:
 
     def _run(self, seq: int, turn: Run) -> None:
         """Begin a step, and return when it is over: it has all its other turns from inside."""
-        run = self._desk.take(turn.step)
-        run.goes_on(seq, turn)
+        step = self._desk.take(turn.step)
+        step.goes_on(seq, turn)
+        if isinstance(step, MoveRun):
+            self._move(step)
+        else:
+            assert isinstance(step, StepRun)
+            self._compute(step)
+
+    @contextmanager
+    def _on_top(self, step: LoggedStep, lane: Lane) -> Iterator[None]:
+        """Of all that is under way."""
+        self._running.append(step)
+        try:
+            with self._engine.mesh.lane(lane):
+                yield
+        finally:
+            self._running.pop()
+
+    def _move(self, move: MoveRun) -> None:
+        with self._on_top(move, Lane.URGENT):
+            move.carry_out()
+        if move.cancelled:
+            self._desk.slots_came_back()
+            return
+        self._moved[move.message.rid] = move
+        self._report_turn(move)
+
+    def _place(self, place: Place) -> None:
+        """A row goes on where it was moved to."""
+        move = self._moved.pop(place.sequence, None)
+        with self._changing:
+            self.stream.place(place, move)
+        if move is not None:
+            self._desk.slots_came_back()
+            self._reports.moved(move)
+
+    def _compute(self, run: StepRun) -> None:
         delivery = Delivery(
             self._engine.pool,
             lambda failure: self._sent(run, delivery, failure),
@@ -231,12 +301,8 @@ class EngineLoop:
         )
         sender = self._sender
         self._leaving.add(run)
-        self._running.append(run)
-        try:
-            with self._engine.mesh.lane(Lane.URGENT if run.job.urgent else Lane.LONG):
-                run.compute(partial(self._send, sender, delivery), self._draw_first)
-        finally:
-            self._running.pop()
+        with self._on_top(run, Lane.URGENT if run.job.urgent else Lane.LONG):
+            run.compute(partial(self._send, sender, delivery), self._draw_first)
         self._desk.slots_came_back()  # what was moved away
         if not run.cancelled:
             self._report_turn(run)
@@ -253,7 +319,7 @@ class EngineLoop:
                 if share.instance == self._engine.instance:
                     self.stream.reservations.adopt(piece.rid, share.span)
 
-    def _next_turn(self, run: StepRun) -> tuple[int, Run] | None:
+    def _next_turn(self, run: LoggedStep) -> tuple[int, Run] | None:
         """A step has come as far as it was told to: do what else the log says until it says
         something about this step. None if it is to be stopped."""
         self._report_turn(run)
@@ -265,7 +331,7 @@ class EngineLoop:
             self._execute(entry)
         return None
 
-    def _report_turn(self, run: StepRun) -> None:
+    def _report_turn(self, run: LoggedStep) -> None:
         if run.leads:
             self._log.report(
                 Ran(
@@ -339,11 +405,14 @@ class EngineLoop:
         self._settle(run.job, cancelled=run.cancelled)
         self._reports.done(run.job, run)
 
-    def _give_up(self, run: StepRun) -> None:
+    def _give_up(self, run: LoggedStep) -> None:
         """A step that never began."""
         run.give_back()
-        self._settle(run.job, cancelled=True)
-        self._reports.done(run.job, None)
+        if isinstance(run, StepRun):
+            self._settle(run.job, cancelled=True)
+            self._reports.done(run.job, None)
+        else:
+            self._desk.slots_came_back()
 
     def _settle(self, job: PrefillJob, *, cancelled: bool) -> None:
         """A step is over here."""

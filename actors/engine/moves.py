@@ -7,7 +7,9 @@ a member of the job's group, if need be one without rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +118,17 @@ class KvMover:
         self._outgoing = [move for move in moves if move.source == group.member]
         self._incoming = [move for move in moves if move.target == group.member]
         self._under_way: tuple[int, Transfer, list[tuple[Move, Tensor]]] | None = None
+        self.sent_bytes = 0
+        self.seconds = 0.0
+        """That reading, sending, awaiting and storing took this rank's engine thread."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - began
 
     @property
     def incoming(self) -> list[tuple[int, Span]]:
@@ -133,12 +146,17 @@ class KvMover:
             offered: what comes by anyway (`Strategy.offered`), which `take` is given.
         """
         self.finish()
+        with self._timed():
+            self._start(layer, own, offered)
+
+    def _start(self, layer: int, own: Rows | None, offered: Offered) -> None:
         outgoing = [it for it in self._outgoing if not _comes_by(it, offered)]
         incoming = [it for it in self._incoming if not _comes_by(it, offered)]
         if not outgoing and not incoming:
             return
         peers = self._group.peers
         sends = [(peers[it.target], self._read(layer, it, own)) for it in outgoing]
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         buffers = [(move, self._buffer(move)) for move in incoming]
         recvs = [(peers[move.source], buffer) for move, buffer in buffers]
         label = Label(phase=self._phase, layer=layer)
@@ -151,16 +169,19 @@ class KvMover:
             return
         layer, transfer, buffers = self._under_way
         self._under_way = None
-        self._transfers.complete(transfer)
-        for move, buffer in buffers:
-            self._pool.write(layer, move.rid, move.span, buffer[0], buffer[1])
+        with self._timed():
+            self._transfers.complete(transfer)
+            for move, buffer in buffers:
+                self._pool.write(layer, move.rid, move.span, buffer[0], buffer[1])
 
     def take(self, layer: int, member: int, rows: Rows) -> None:
         """Store what another member's rows, all of which have come by, are to leave here."""
         k_thd, v_thd = rows
-        for move in self._incoming:
-            if move.source == member:
-                self._pool.write(layer, move.rid, move.span, k_thd[move.rows], v_thd[move.rows])
+        with self._timed():
+            for move in self._incoming:
+                if move.source == member:
+                    k, v = k_thd[move.rows], v_thd[move.rows]
+                    self._pool.write(layer, move.rid, move.span, k, v)
 
     def release_sources(self) -> None:
         """Free what now lies elsewhere. What is still being sent to a decode gang stays in its

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from csps.actors.announce import Notify
 from csps.actors.engine.engine import Engine
@@ -16,6 +17,7 @@ from csps.actors.strategies.group import shares_of
 from csps.protocols.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.messages import Reserve
 from csps.protocols.placement import rest_of
+from csps.protocols.row_move import RowPlacement
 from csps.protocols.span import Span
 
 REMEMBERED_LEAVES = 4096
@@ -119,6 +121,25 @@ class Reservations:
     def sampler(self, rid: int) -> TokenSampler | None:
         """At its master."""
         return self._samplers.get(rid)
+
+    def place(self, rid: int, placement: RowPlacement, sampler: TokenSampler | None) -> None:
+        """A row goes on elsewhere.
+
+        Args:
+            sampler: where it is drawn here from now on, and was not before.
+        """
+        with self._changing:
+            reservation = self._reservations[rid]
+            reservation.request = replace(
+                reservation.request,
+                shares=placement.shares,
+                master=placement.master,
+                answer=placement.answer,
+            )
+            if placement.master != self._engine.instance:
+                self._samplers.pop(rid, None)
+            elif sampler is not None:
+                self._samplers[rid] = sampler
 
     def end_owner(self, owner: int) -> list[int]:
         """Refuse an owner's late reservations; returns the sequences that are to leave."""

@@ -35,6 +35,8 @@ class Row:
     """At `next`, once the row decodes."""
     sampler: TokenSampler | None
     """At its master."""
+    instances: frozenset[int]
+    """Whom it concerns: who draws its tokens, and who holds or is to keep its KV."""
     slots: RequestSlots | None = None
     """Of its KV as far as it lies here, once the row decodes."""
     over: bool = False
@@ -83,12 +85,6 @@ class Row:
         """Who keeps the KV of the answer."""
         return answer_of(self.request)
 
-    @cached_property
-    def instances(self) -> frozenset[int]:
-        """Whom it concerns: who draws its tokens, and who holds or is to keep its KV."""
-        named = (it.instance for it in (*self.request.shares, *self.answer))
-        return frozenset((self.request.master, *named))
-
     @property
     def keeper(self) -> int:
         """The instance that keeps the KV of the row's next token, once it decodes."""
@@ -106,6 +102,12 @@ class Row:
     def shares_of(self, span: Span) -> list[KvShare]:
         """Where the KV of a piece of the prompt is to lie."""
         return _within(self.request.shares, span)
+
+
+def instances_of(request: Reserve) -> frozenset[int]:
+    """Whom a row concerns, as it was reserved."""
+    named = (it.instance for it in (*request.shares, *answer_of(request)))
+    return frozenset((request.master, *named))
 
 
 def last_position(request: Reserve) -> int:

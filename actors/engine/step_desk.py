@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from csps.actors.engine.step_run import StepRun
+from csps.actors.engine.logged_step import LoggedStep
 
 REMEMBERED = 4096
 """Steps and owners that ended before they were heard of here."""
@@ -29,7 +29,7 @@ class StepDesk:
         """
         self._acknowledge = acknowledge
         self._lock = threading.Lock()
-        self._steps: OrderedDict[int, tuple[StepRun, int]] = OrderedDict()
+        self._steps: OrderedDict[int, tuple[LoggedStep, int]] = OrderedDict()
         """With their owners, in the order in which they came."""
         self._roomless: OrderedDict[int, None] = OrderedDict()
         """Those that have no slots yet."""
@@ -37,9 +37,9 @@ class StepDesk:
         """Steps that the log has dropped before they arrived."""
         self._ended_owners: OrderedDict[int, None] = OrderedDict()
 
-    def add(self, run: StepRun, owner: int) -> bool:
+    def add(self, run: LoggedStep, owner: int) -> bool:
         """A step has arrived; False if nobody wants it any more."""
-        number = run.job.job_id
+        number = run.number
         with self._lock:
             if owner in self._ended_owners or self._gone.pop(number, 0) is None:
                 return False
@@ -57,21 +57,21 @@ class StepDesk:
         waiting: set[int] = set()
         for number in list(self._roomless):
             run, _ = self._steps[number]
-            sequences = {piece.rid for piece in run.job.pieces}
+            sequences = set(run.sequences)
             if waiting.isdisjoint(sequences) and run.take_slots():
                 del self._roomless[number]
                 self._acknowledge(number)
             else:
                 waiting |= sequences
 
-    def take(self, number: int) -> StepRun:
+    def take(self, number: int) -> LoggedStep:
         """The step that the log begins now."""
         with self._lock:
             run, _ = self._steps.pop(number)
             assert number not in self._roomless, f"step {number} begins without slots"
             return run
 
-    def drop(self, number: int) -> StepRun | None:
+    def drop(self, number: int) -> LoggedStep | None:
         """The log gives up a step that has not begun; None if it has not arrived."""
         with self._lock:
             if number not in self._steps:
@@ -79,14 +79,14 @@ class StepDesk:
                 return None
             return self._drop(number)
 
-    def end_owner(self, owner: int) -> list[StepRun]:
+    def end_owner(self, owner: int) -> list[LoggedStep]:
         """Nobody wants this owner's steps; those that were dropped."""
         with self._lock:
             _remember(self._ended_owners, owner)
             ended = [number for number, (_, whose) in self._steps.items() if whose == owner]
             return [self._drop(number) for number in ended]
 
-    def _drop(self, number: int) -> StepRun:
+    def _drop(self, number: int) -> LoggedStep:
         self._roomless.pop(number, None)
         run, _ = self._steps.pop(number)
         run.cancelled = True

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from csps.actors.announce import Notify, request_failed
+from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.step_run import StepRun
 from csps.protocols.errors import CspsError, TransferError
 from csps.protocols.messages import KvKept, PrefillDone, SlotsFreed
@@ -49,6 +50,10 @@ class StepReports:
         else:
             self.freed(rid)
 
+    def moved(self, move: MoveRun) -> None:
+        """A row goes on at its new place."""
+        self._notify("moved", move.moved())
+
     def done(self, job: PrefillJob, run: StepRun | None) -> None:
         """A step is over here.
 
@@ -69,5 +74,7 @@ class StepReports:
                 transfer_s=time.monotonic() - clock.finished if clock else 0.0,
                 yielded_s=clock.yielded_s if clock else 0.0,
                 bytes_sent=run.sent.by_rank if run is not None else (),
+                placed_bytes=run.placing.sent_bytes if run is not None else 0,
+                placing_s=run.placing.seconds if run is not None else 0.0,
             ),
         )

@@ -90,7 +90,7 @@ class StepRun:
         self._transfers = Transfers(engine.mesh, self.clock)
         mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
         self._balancing = mover(moves=history_moves(job), phase="balancing")
-        self._placing = mover(moves=row_moves(self.group), phase="placing")
+        self.placing = mover(moves=row_moves(self.group), phase="placing")
         self._stored = stored_of(self.group)
         self._takes = self._to_take(reserved)
         """Slots that it needs, by sequence."""
@@ -112,7 +112,7 @@ class StepRun:
         takes: dict[int, list[Span]] = defaultdict(list)
         for part in self._stored:
             takes[part.piece.rid].append(part.span)
-        for rid, span in (*self._balancing.incoming, *self._placing.incoming):
+        for rid, span in (*self._balancing.incoming, *self.placing.incoming):
             takes[rid].append(span)
         return {rid: spans for rid, spans in takes.items() if rid not in reserved}
 
@@ -120,6 +120,11 @@ class StepRun:
     def number(self) -> int:
         """By which the log names it."""
         return self.job.job_id
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Those that it computes."""
+        return tuple(piece.rid for piece in self.job.pieces)
 
     # --- slots ---------------------------------------------------------------------------------
 
@@ -181,7 +186,7 @@ class StepRun:
             except _Aborted:
                 self.cancelled = True
                 span.set_attribute(CANCELLED, True)
-            for mover in (self._balancing, self._placing):
+            for mover in (self._balancing, self.placing):
                 mover.finish()
                 mover.release_sources()
         self.clock.finished = time.monotonic()
@@ -284,7 +289,7 @@ class StepRun:
         that nobody wants any more, so that whatever is read there is a number. Of others' rows
         what is to lie here."""
         if member is not None:
-            self._placing.take(index, member, (k_thd, v_thd))
+            self.placing.take(index, member, (k_thd, v_thd))
             return
         self._balancing.finish()
         for part in self._stored:
@@ -294,7 +299,7 @@ class StepRun:
             if self._leaves(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
-        self._placing.start(index, (k_thd, v_thd), partial(offered, index))
+        self.placing.start(index, (k_thd, v_thd), partial(offered, index))
         if index + 1 < self._engine.spec.layers:
             self._balancing.start(index + 1)
 

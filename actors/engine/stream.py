@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from csps.actors.announce import Notify
 from csps.actors.engine.batch import Batch, batch_of
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.forward import forward
+from csps.actors.engine.move_run import MoveRun
 from csps.actors.engine.reservations import Reservations
 from csps.actors.engine.row_draws import draw_rows
-from csps.actors.engine.rows import Row, answer_of
+from csps.actors.engine.rows import Row, answer_of, instances_of, last_position
 from csps.actors.held_rows import RequestSlots
 from csps.actors.sampler_request import drawn_before
 from csps.actors.strategies.group import shares_of
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.iteration import fill
-from csps.protocols.log_entries import Change
+from csps.protocols.log_entries import Change, Place
 from csps.protocols.messages import Reserve
 from csps.protocols.span import Span
 
@@ -100,26 +102,57 @@ class Stream:
             next=request.reused,
             token=0,
             sampler=sampler,
+            instances=instances_of(request),
         )
         if token is not None:
             row.next, row.token, row.index = request.prompt_length, token, row.index + 1
-            row.slots = self._slots(request)
+            row.slots = self._slots(request, row.next)
             if sampler is not None:
                 sampler.observe(token)
         reservation.joined(self._engine.rank)
         self._rows.append(row)
 
-    def _slots(self, request: Reserve) -> RequestSlots | None:
-        """Where the KV of a row that decodes lies here: all of its prompt's has landed, or was
-        computed by the stream."""
+    def row(self, rid: int) -> Row:
+        """One of them."""
+        return next(row for row in self._rows if row.rid == rid)
+
+    def place(self, place: Place, move: MoveRun | None) -> None:
+        """A row goes on elsewhere, at all ranks before the same iteration.
+
+        Args:
+            move: of this rank; None if the row does not concern it, before or after.
+        """
+        self._same_for = 0
+        layout = self._engine.layout
+        instances = frozenset(map(layout.instance_of, place.ranks))
+        at = next(at for at, row in enumerate(self._rows) if row.rid == place.sequence)
+        row = self._rows[at] = replace(self._rows[at], instances=instances)
+        if move is not None:
+            self._go_on(row, move)
+
+    def _go_on(self, row: Row, move: MoveRun) -> None:
+        state = move.state
+        assert state is not None, "placed before it was moved"
+        self.reservations.place(row.rid, move.message.after, move.sampler)
+        move.release_sources()
+        row.next, row.token, row.index = state.next, state.token, state.index
+        row.over, row.sampler = state.over, self.reservations.sampler(row.rid)
+        row.slots = self._slots(row.request, row.next)
+
+    def _slots(self, request: Reserve, seen: int) -> RequestSlots | None:
+        """Where the KV of a row that decodes lies here: all that it has seen has landed, was moved
+        here or computed by the stream."""
         answer = shares_of(answer_of(request), self._engine.instance)
         spans = shares_of(request.shares, self._engine.instance)
         # The master looks at what it has as well when it asks others, even if it has nothing.
         masters = request.master == self._engine.instance
         if not masters and not any(span.length for span in (*answer, *spans)):
             return None
-        layers, prompt = range(self._engine.spec.layers), Span(0, request.prompt_length)
-        return RequestSlots(self._engine.pool, request.rid, layers, [prompt], answer)
+        layers, to_come = range(self._engine.spec.layers), Span(seen, last_position(request))
+        # By spans, because slots of what is yet to be moved here may be among those between them.
+        held = [*spans, *(span.intersection(Span(0, seen)) for span in answer)]
+        growing = [span.intersection(to_come) for span in answer]
+        return RequestSlots(self._engine.pool, request.rid, layers, held, growing)
 
     def _leave(self, rid: int) -> None:
         self._rows = [row for row in self._rows if row.rid != rid]
@@ -176,4 +209,4 @@ class Stream:
         if length and row.decodes:
             row.index += 1
             if rode:
-                row.slots = self._slots(row.request)
+                row.slots = self._slots(row.request, row.next)

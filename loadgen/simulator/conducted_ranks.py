@@ -17,7 +17,7 @@ from csps.loadgen.simulator.step_order import Task
 from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.conductor import Conductor, StepTask
 from csps.protocols.iteration import fill
-from csps.protocols.log_entries import Abort, Change, Entry, Iterate, Run
+from csps.protocols.log_entries import Abort, Change, Entry, Iterate, Place, Run
 from csps.services.scheduling.latency import FRACTION_BITS, HybridCost
 
 STREAM, OWNER = 0, 0
@@ -114,6 +114,7 @@ class ConductedRanks:
                 urgent=task.urgent,
                 parts=self._parts(task),
                 sequences=task.sequences,
+                places=task.places,
                 owner=OWNER,
             )
         )
@@ -134,13 +135,6 @@ class ConductedRanks:
         self._known[row.sequence] = row
         self._conductor.join(STREAM, row.sequence, 0, OWNER, ranks=row.ranks)
         self._wake()
-
-    def place(self, row: Row, ranks: tuple[int, ...]) -> None:
-        """A request's KV has moved: other instances take part in its iterations from now on."""
-        row.ranks = ranks
-        if row.sequence in self._known:
-            self._conductor.place(row.sequence, ranks)
-            self._wake()
 
     def ride(self, row: Row, budget: int) -> None:
         """The same for one whose prompt is not computed."""
@@ -191,9 +185,13 @@ class ConductedRanks:
         if not line or line[0].begun:
             return False
         work = line[0]
-        if isinstance(work.entry.op, Change):  # nobody waits for others
-            self._change(line.popleft(), work.entry.op, rank)
-            return True
+        match work.entry.op:  # nobody waits for others
+            case Change() as change:
+                self._change(line.popleft(), change, rank)
+                return True
+            case Place() as place:
+                self._place(line.popleft(), place, rank)
+                return True
         if any(self._lines[it][0] is not work for it in work.ranks):
             return False
         work.begun = True
@@ -268,6 +266,12 @@ class ConductedRanks:
                 self._rows[sequence] = row
                 if not row.prefills:
                     row.joined = 0
+
+    def _place(self, work: _Work, place: Place, rank: int) -> None:
+        """Whoever has moved the KV comes to it with all others that have."""
+        row = self._known.get(place.sequence)
+        if row is not None and rank in {*row.ranks, *place.ranks}:
+            row.ranks = place.ranks
 
     # --- iterations ---
 

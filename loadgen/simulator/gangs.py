@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -352,25 +352,26 @@ class SimulatedGangs:
         coming = {it: n - held.get(it, 0) for it, n in there.items() if n > held.get(it, 0)}
         key = ("move", command.sequence)
         self._moving[command.sequence] = None
-        self._decode_slots.take(key, coming)
+        self._decode_slots.hold(key, coming)
         drawn = Span(0, sequence.prompt_tokens + batch.drawn_by(sequence.row))
         now = tokens_on(within((*sequence.shares, *sequence.answer), drawn))
         then = tokens_on(within((*command.shares, *command.answer), drawn))
         tokens = sum(max(0, n - now.get(it, 0)) for it, n in then.items())
-        members = {index_of(it) for it in now.keys() | then.keys() if now.get(it) != then.get(it)}
+        named = {command.master, *(it.instance for it in (*command.shares, *command.answer))}
+        places = tuple(sorted(map(index_of, named)))
         gang = command.gang
-        batch.submit(
-            Task(
-                members=tuple(sorted(members)) or (index_of(command.master),),
-                work_ns=self._cluster.move_ns(tokens),
-                urgent=True,
-                started=lambda: None,
-                ended=lambda: self._moved(gang, sequence, command),
-                sequences=(),
-            )
+        task = Task(
+            members=tuple(sorted({*sequence.instances, *places})),
+            work_ns=max(1, self._cluster.move_ns(tokens)),
+            urgent=True,
+            started=lambda: None,
+            ended=lambda: self._moved(gang, sequence, command, task),
+            sequences=(command.sequence,),
+            places=places,
         )
+        batch.submit(task)
 
-    def _moved(self, gang: GangId, sequence: Sequence, command: MoveKv) -> None:
+    def _moved(self, gang: GangId, sequence: Sequence, command: MoveKv, task: Task) -> None:
         if not self.alive(gang):
             return
         key = ("move", command.sequence)
@@ -378,20 +379,24 @@ class SimulatedGangs:
         coming = self._decode_slots.held_by(key)
         for index in coming:
             self._decode_slots.give_back(key, index)
-        if self._sequences.get(command.sequence) is not sequence:
-            for index in coming:
-                instance = instance_id(gang, index)
-                self._listener.tell_later(Freed(sequence=command.sequence, instance=instance))
+        if task.done_ns < task.work_ns or self._sequences.get(command.sequence) is not sequence:
+            self._tell_freed(gang, command.sequence, coming)
             return
         there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
+        left = [it for it in self._decode_slots.held_by(command.sequence) if it not in there]
         self._decode_slots.change(command.sequence, there)
         sequence.shares, sequence.answer = command.shares, command.answer
         sequence.master = command.master
-        if sequence.row is not None and isinstance(self._batch, ConductedRanks):
-            sequence.row.master = index_of(command.master)
-            self._batch.place(sequence.row, sequence.instances)
-        if not sequence.over:
+        assert sequence.row is not None, "moved, and no row"
+        sequence.row.master = index_of(command.master)
+        if sequence.over:
+            self._tell_freed(gang, command.sequence, left)
+        else:
             self._listener.tell_later(Moved(sequence=command.sequence))
+
+    def _tell_freed(self, gang: GangId, number: SequenceId, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._listener.tell_later(Freed(sequence=number, instance=instance_id(gang, index)))
 
     def cancel(self, command: Cancel) -> None:
         """Stop working for a sequence and free what it holds."""
@@ -459,10 +464,10 @@ class SimulatedGangs:
     def _free(self, gang: GangId, number: SequenceId) -> None:
         if self._sequences.pop(number, None) is None or not self.alive(gang):
             return
-        for index in self._decode_slots.held_by(number):
+        held = self._decode_slots.held_by(number)
+        for index in held:
             self._decode_slots.give_back(number, index)
-            instance = instance_id(gang, index)
-            self._listener.tell_later(Freed(sequence=number, instance=instance))
+        self._tell_freed(gang, number, held)
 
     def _finished(self, gang: GangId, row: Row) -> None:
         sequence = self._sequences.get(row.sequence)

@@ -28,7 +28,9 @@ class Task:
     started: Callable[[], None]
     ended: Callable[[], None]
     sequences: tuple[int, ...] = ()
-    """Whose tokens it computes."""
+    """Whose tokens it computes, or whose KV it moves."""
+    places: tuple[int, ...] = ()
+    """Of a move: indices of the instances that take part in decoding from then on."""
     started_ns: int = -1
     done_ns: int = 0
     """Work done up to `resumed_ns`, or for good while it stands."""

@@ -25,13 +25,19 @@ class StepTask:
     parts: int
     """The last point of its exchange program; reaching it ends the step."""
     sequences: tuple[int, ...]
-    """Those that it computes; none in a step that moves KV."""
+    """Those that it computes, or the row whose KV it moves."""
     rows: int = 0
     """Tokens that it computes; 0 if that tells nothing of how long it takes."""
     owner: int
+    led_by: int | None = None
+    """The rank that reports; the lowest one if none is named."""
+    places: tuple[int, ...] = ()
+    """Ranks that its sequence, a row, concerns when the step has moved its KV; empty: it computes a
+    prompt, and moves no row."""
 
     def __post_init__(self) -> None:
         assert self.ranks
+        assert not self.places or len(self.sequences) == 1
         assert self.parts >= 1
         assert len(set(self.ranks)) == len(self.ranks)
         assert len(set(self.sequences)) == len(self.sequences)
@@ -39,7 +45,7 @@ class StepTask:
     @property
     def leader(self) -> int:
         """The rank that reports."""
-        return min(self.ranks)
+        return min(self.ranks) if self.led_by is None else self.led_by
 
 
 class Quantum(NamedTuple):

@@ -108,9 +108,9 @@ class Stream:
 
     @property
     def stranded(self) -> bool:
-        """Whether ranks have to be told of sequences that are gone, and no lease of theirs will
-        come."""
-        return any(self.group_of.keys().isdisjoint(ranks) for ranks in self.left.values())
+        """Whether some ranks have to be told of sequences that are gone, and no lease of theirs
+        will come."""
+        return any(not self.group_of.keys() >= set(ranks) for ranks in self.left.values())
 
     def lease(self, seq: int, n: int, group: Group) -> None:
         """A lease of `n` iterations is in the log."""
@@ -215,14 +215,19 @@ class Streams:
         joined.count(concerned, 1)
         self._of_sequence[sequence] = joined
 
-    def place(self, sequence: int, ranks: Iterable[int]) -> None:
-        """A row concerns other ranks from now on, if it is one: its KV has moved."""
-        stream = self._of_sequence.get(sequence)
-        if stream is not None:
-            row = stream.rows[sequence]
-            before, row.ranks = row.ranks, tuple(sorted(ranks))
-            stream.count(row.ranks, 1)
-            stream.count(before, -1)
+    def of_row(self, sequence: int) -> Stream | None:
+        """The stream in which a sequence is a row, if it is one."""
+        return self._of_sequence.get(sequence)
+
+    def place(self, sequence: int, ranks: Iterable[int]) -> Stream:
+        """A row concerns other ranks from now on: its KV has moved. Returns its stream."""
+        stream = self._of_sequence[sequence]
+        row = stream.rows[sequence]
+        before, row.ranks = row.ranks, tuple(sorted(ranks))
+        assert set(row.ranks) <= set(stream.ranks), "a row of ranks that are not of its stream"
+        stream.count(row.ranks, 1)
+        stream.count(before, -1)
+        return stream
 
     def leave(self, sequence: int) -> None:
         """A sequence is no row any more, if it was one."""
@@ -245,8 +250,11 @@ class Streams:
             for stream in self:
                 stream.left.setdefault(sequence, stream.ranks)
 
-    def finish(self, stream: Stream, sequence: int, seq: int) -> None:
-        """A row was finished by a lease. It may have left, and even have joined again, since."""
+    def finish(self, stream: Stream, sequence: int, seq: int) -> bool:
+        """A row was finished by a lease; whether it leaves. It may have left, and even have joined
+        again, since."""
         row = stream.rows.get(sequence)
-        if row is not None and 0 < row.since < seq:
-            self.leave(sequence)
+        if row is None or not 0 < row.since < seq:
+            return False
+        self.leave(sequence)
+        return True

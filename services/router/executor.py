@@ -18,6 +18,8 @@ from csps.protocols.topology import Location
 from csps.services.router.attached import AttachedGangs
 from csps.services.router.cost_book import CostBook
 from csps.services.router.elaborate import csa_plan, ride_plan, shown_plan
+from csps.services.router.elastic_events import ElasticEvents, concerned
+from csps.services.router.moves import begin_move
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
 from csps.services.router.running import Placement
@@ -55,11 +57,12 @@ class Executor:
         sequences: Sequences,
         steps: Steps,
         reports: Reports,
+        elastic: ElasticEvents,
         tell: Callable[[AnyEvent], None],
     ) -> None:
         self._gangs, self._costs = gangs, costs
         self._requests, self._sequences, self._steps = requests, sequences, steps
-        self._reports, self._tell = reports, tell
+        self._reports, self._elastic, self._tell = reports, elastic, tell
         self._tasks: set[asyncio.Task[None]] = set()
         self.fault: BaseException | None = None
         """A mistake of ours in the background, for health checks."""
@@ -70,6 +73,7 @@ class Executor:
             commands.Ride: self._ride,
             commands.Keep: self._keep,
             commands.Release: self._release,
+            commands.MoveKv: self._move,
             commands.Cancel: self._cancel,
             commands.Restart: self._restart,
             commands.Refuse: self._refuse,
@@ -222,6 +226,9 @@ class Executor:
             return
         for number in command.joined:
             if (sequence := self._sequences.serving(number)) is not None:
+                if gang.role == "elastic":
+                    self._elastic.joins(sequence)
+                sequence.joined = True
                 message = JoinBatch(
                     rid=number, first_token=sequence.last_token, instances=_concerned(sequence)
                 )
@@ -249,6 +256,11 @@ class Executor:
         )
         running.plan = ride_plan(running.generation, command.budget)
         self._requests.launched(running)
+
+    def _move(self, command: commands.MoveKv) -> None:
+        sequence, gang = self._sequences.serving(command.sequence), self._gangs.get(command.gang)
+        if sequence is not None and gang is not None:
+            gang.notify_all("move", pack(begin_move(command, sequence, gang)))
 
     # --- keeping -------------------------------------------------------------------------------
 
@@ -317,9 +329,7 @@ def _concerned(sequence: LiveSequence) -> tuple[int, ...]:
     gang that only decodes iterates all rows together."""
     if sequence.decode.role != "elastic":
         return ()
-    it = sequence.command
-    named = {it.master, *(share.instance for share in (*it.shares, *it.answer))}
-    return tuple(sorted(map(index_of, named)))
+    return tuple(sorted(map(index_of, concerned(sequence.placed))))
 
 
 def _tell_to_cancel(gang: GangClient, sequence: SequenceId) -> None:

@@ -21,9 +21,11 @@ from csps.protocols.messages import (
     RequestFailed,
     SlotsFreed,
 )
+from csps.protocols.row_move import RowMoved
 from csps.protocols.schema import unpack
 from csps.protocols.tokens import TokenDrawn, Tokens
 from csps.services.router.kept import KeptReports
+from csps.services.router.moves import LiveMove, end_move
 from csps.services.router.requests import Requests
 from csps.services.router.sequences import LiveSequence, Sequences
 from csps.services.router.steps import Steps
@@ -35,6 +37,7 @@ from csps.services.scheduling.events import (
     Freed,
     Heard,
     Landed,
+    Moved,
     StepDone,
     WireError,
 )
@@ -53,6 +56,7 @@ class Reports:
     Args:
         tell: takes events for the scheduler.
         on_landed: told when all of a prompt's KV is there.
+        on_moved: told when a row goes on elsewhere.
     """
 
     def __init__(
@@ -63,9 +67,10 @@ class Reports:
         tell: Tell,
         *,
         on_landed: Callable[[Sequence[KvLanded]], None],
+        on_moved: Callable[[LiveSequence, LiveMove], None],
     ) -> None:
         self._requests, self._sequences, self._steps = requests, sequences, steps
-        self._tell, self._on_landed = tell, on_landed
+        self._tell, self._on_landed, self._on_moved = tell, on_landed, on_moved
         self.kept = KeptReports(tell)
         self._heard: dict[tuple[GangId, int], float] = {}
         self._readers: dict[str, Callable[[GangId, GangClient, int, Any], None]] = {
@@ -74,6 +79,7 @@ class Reports:
             "landed": self._landed,
             "freed": self._freed,
             "kept": self._kept,
+            "moved": self._moved,
             "failed": self._failed,
         }
 
@@ -109,6 +115,9 @@ class Reports:
         sequence = self._sequences.serving(token.rid)
         if sequence is None or sequence.running.ended:
             return
+        if sequence.move is not None and token.index > sequence.next_index:
+            sequence.move.early[token.index] = token
+            return
         if token.index != sequence.next_index:
             error = f"token {token.index} arrived where {sequence.next_index} was due"
             self.fail(sequence, ProtocolError(error))
@@ -122,10 +131,13 @@ class Reports:
             hashes = sequence.running.answer_hashes if sequence.command.stays else ()
             self._tell(Finished(sequence=sequence.id, drawn=sequence.next_index, hashes=hashes))
             self._sequences.settle(sequence)
-        elif first:
+            return
+        if first:
             self._tell(FirstToken(sequence=sequence.id))
             if sequence.command.rides:
                 self._requests.handed_over(sequence.running)
+        if sequence.move is not None and sequence.next_index in sequence.move.early:
+            self._token(sequence.move.early.pop(sequence.next_index))
 
     def fail(self, sequence: LiveSequence, error: Exception) -> None:
         """The sequence cannot go on; the scheduler decides what becomes of its request."""
@@ -175,6 +187,18 @@ class Reports:
     def _kept(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
         kept = unpack(KvKept, payload)
         self.kept.answered(number, gang, rank, kept.rid, kept.tokens)
+
+    def _moved(self, number: GangId, gang: GangClient, rank: int, payload: Any) -> None:
+        moved = unpack(RowMoved, payload)
+        sequence = self._sequences.serving(moved.rid)
+        if sequence is None or (move := sequence.move) is None:
+            return
+        move.told.append(moved)
+        move.untold.reported(instance_id(number, gang.instance_of(rank)), rank)
+        if not move.untold:
+            end_move(sequence, move)
+            self._on_moved(sequence, move)
+            self._tell(Moved(sequence=sequence.id))
 
     def free(self, sequence: LiveSequence, number: GangId, rank: int) -> None:
         """A decode rank holds nothing of the sequence."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from csps.protocols.errors import CspsError
 from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.running import Generation, Running
+from csps.services.router.sequences import LiveSequence
 from csps.services.scheduling.events import AnyEvent, Cancelled, Submitted
 from csps.services.scheduling.ids import RequestId
+from csps.services.telemetry.elastic_metrics import ElasticEvent
 from csps.services.telemetry.observer import Observer
 from csps.services.telemetry.request_spans import record_spans
 
@@ -103,6 +105,11 @@ class Requests:
         """All KV is where it decodes, and decode goes on from here."""
         running.state = "decoding"
         running.handed_over_at(time.monotonic())
+
+    def changed(self, sequence: LiveSequence, event: ElasticEvent) -> None:
+        """Something has happened to the group that computes or decodes a request."""
+        sequence.running.elastic.append(event)
+        self._observer.elastic(event)
 
     def restart(self, running: Running, error: CspsError) -> None:
         """An attempt was lost, the request waits again."""

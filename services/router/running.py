@@ -25,6 +25,7 @@ from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import FinishReason, TokenDrawn
 from csps.services.router.prefix_key import PrefixKey
 from csps.services.router.slo import Slo
+from csps.services.telemetry.elastic_metrics import ElasticEvent
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
 
@@ -183,6 +184,8 @@ class Running:
         self.error: Exception | None = None
         self.timings = Timings()
         self.marks = Marks()
+        self.elastic: list[ElasticEvent] = []
+        """Of the last attempt."""
         self.context: Context = otel_context.get_current()
         """OpenTelemetry context of the submitter: the request's span."""
         self.carrier = trace_context.inject()
@@ -267,6 +270,7 @@ class Running:
     def begin_attempt(self) -> None:
         """Wait for a place again; times of what the answer has already reached stay."""
         self.state = "queued"
+        self.elastic.clear()
         marks = self.marks
         self.marks = Marks(
             submitted=marks.submitted,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import KvLanded
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
-from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.sequences import Placed, decode_slots
+
+if TYPE_CHECKING:
+    from csps.services.router.moves import LiveMove
 from csps.services.scheduling.shares import own
 
 
@@ -53,6 +57,8 @@ class LiveSequence:
     """
 
     command: Reserve
+    placed: Placed
+    """Where it is decoded: as it was reserved, or where it was moved to since."""
     running: Running
     decode: GangClient
     unlanded: InstanceRanks
@@ -67,6 +73,10 @@ class LiveSequence:
     over: bool = False
     """Serves its request no more: tokens that still come for it are dropped."""
     last_token: int = -1
+    joined: bool = False
+    """Its gang was told to decode it."""
+    move: LiveMove | None = None
+    """To other instances, while it is on its way."""
     landed: list[KvLanded] = field(default_factory=list)
     """What ranks with all of their KV of the prompt have said."""
 
@@ -86,6 +96,7 @@ def live_sequence(command: Reserve, running: Running, decode: GangClient) -> Liv
     holders = decode_slots(command, command.output_tokens)
     return LiveSequence(
         command=command,
+        placed=command,
         running=running,
         decode=decode,
         unlanded=InstanceRanks(decode, iter({it.instance: 0 for it in own(command.shares)})),

@@ -14,6 +14,7 @@ from csps.protocols.gang_client import GangClient
 from csps.services.cluster.attachment import Cluster, KvLink
 from csps.services.router.attached import AttachedGangs, gang_up
 from csps.services.router.cost_book import CostBook
+from csps.services.router.elastic_events import ElasticEvents
 from csps.services.router.executor import Executor
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
@@ -60,14 +61,16 @@ class RequestService:
         self._observer = observer or NoObserver()
         self._turns = Turns(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), Sequences()
-        self._steps = Steps(costs.measured, self._observer)
         self._requests = Requests(self._observer, self._turns.tell, costs.answered)
+        elastic = ElasticEvents(self._sequences, self._requests.changed)
+        self._steps = Steps(costs.measured, self._observer, elastic)
         self._reports = Reports(
             self._requests,
             self._sequences,
             self._steps,
             self._turns.tell,
             on_landed=self._observer.kv_landed,
+            on_moved=elastic.moved,
         )
         self._executor = Executor(
             gangs=self._gangs,
@@ -76,6 +79,7 @@ class RequestService:
             sequences=self._sequences,
             steps=self._steps,
             reports=self._reports,
+            elastic=elastic,
             tell=self._turns.tell,
         )
         self._closing = False

@@ -9,6 +9,7 @@ from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.messages import PrefillDone
 from csps.protocols.topology import Location
+from csps.services.router.elastic_events import ElasticEvents
 from csps.services.router.sequences import InstanceRanks, LiveSequence
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import InstanceId, StepId
@@ -22,6 +23,8 @@ class _RunningStep:
     shape: GroupShape
     sequences: list[LiveSequence]
     undone: InstanceRanks
+    preempting: bool
+    """Some of its instances decoded when it was launched."""
     figures: list[PrefillDone] = field(default_factory=list)
     took_s: dict[InstanceId, float] = field(default_factory=dict)
 
@@ -32,12 +35,16 @@ class Steps:
     Args:
         measured: is told how long a whole step took, and on what.
         observer: is told what it was made of.
+        elastic: is told of those of elastic gangs.
     """
 
     def __init__(
-        self, measured: Callable[[RunStep, GroupShape, float], None], observer: Observer
+        self,
+        measured: Callable[[RunStep, GroupShape, float], None],
+        observer: Observer,
+        elastic: ElasticEvents,
     ) -> None:
-        self._measured, self._observer = measured, observer
+        self._measured, self._observer, self._elastic = measured, observer, elastic
         self._running: dict[StepId, _RunningStep] = {}
 
     def launched(
@@ -55,7 +62,8 @@ class Steps:
         if command.urgent:
             self._observer.preempted(self._standing_still(command))
         undone = InstanceRanks(gang, iter(command.group))
-        self._running[command.step] = _RunningStep(command, shape, sequences, undone)
+        preempting = gang.role == "elastic" and self._elastic.decoded_on(gang, command.group)
+        self._running[command.step] = _RunningStep(command, shape, sequences, undone, preempting)
 
     def _standing_still(self, urgent: RunStep) -> int:
         """Requests of long steps on instances of an urgent one."""
@@ -82,8 +90,20 @@ class Steps:
                 sequence.running.timings.add_figures(step.figures)
             self._observer.step_done(_figures(step))
             if not any(it.cancelled for it in step.figures):
-                self._measured(step.command, step.shape, max(step.took_s.values()))
+                self._whole(step)
         return took_s
+
+    def _whole(self, step: _RunningStep) -> None:
+        took_s = max(step.took_s.values())
+        self._measured(step.command, step.shape, took_s)
+        if step.undone.gang.role == "elastic":
+            self._elastic.step_done(
+                step.command,
+                step.sequences,
+                step.figures,
+                took_s=took_s,
+                preempting=step.preempting,
+            )
 
     def forget(self, gang: GangClient) -> None:
         """The gang is gone, and its steps with it."""

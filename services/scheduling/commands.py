@@ -156,6 +156,8 @@ class MoveKv(Command, frozen=True, tag="move_kv"):
     is there, the sequence goes on with it, and what it left is free."""
 
     gang: GangId
+    step: StepId
+    """That moves it, of which there is no `events.StepDone`."""
     sequence: SequenceId
     shares: tuple[Share, ...]
     """Of the prompt's KV, from then on."""

@@ -25,7 +25,7 @@ from csps.services.scheduling.prefix.reused import (
     reused_by_ride,
 )
 from csps.services.scheduling.requests import Requests
-from csps.services.scheduling.sequences import decode_slots
+from csps.services.scheduling.sequences import coming_slots, decode_slots
 from csps.services.scheduling.shares import (
     bounds_of,
     outside,
@@ -102,17 +102,14 @@ class PlanChecks:
 
     def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
         assert sequence.joined_ns is not None, "moved before it is decoded"
+        assert sequence.first_token_ns is not None, "moved before its prompt is computed"
         assert not sequence.over, "moved when it is over"
         assert not sequence.moves, "moved twice at a time"
         assert not sequence.cached, "what others have computed is moved"
         start, stop = sequence.answer_span
         assert parts(Span(0, start), placement.shares), "not the prompt's positions"
         assert parts(Span(start, stop), placement.answer), "not the answer's positions"
-        held = tokens_on((*sequence.shares, *sequence.answer))
-        if not sequence.answer:
-            held[sequence.master_id] = held.get(sequence.master_id, 0) + stop - start
-        slots = decode_slots(placement, 0).items()
-        needs = {instance: max(0, count - held.get(instance, 0)) for instance, count in slots}
+        needs = dict.fromkeys(decode_slots(placement, 0), 0) | coming_slots(sequence, placement)
         self._take(needs, sequence.decode.id)
         return needs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from csps.protocols.placement import rest_of
 from csps.services.scheduling.commands import Cancel, MoveKv, SetGroup, Share
 from csps.services.scheduling.decisions import DecodePlacement
 from csps.services.scheduling.gangs import Gangs
@@ -199,11 +200,14 @@ class Sequences:
     def move(self, sequence: Sequence, placement: DecodePlacement) -> None:
         """Have its KV moved; until it is there, it has slots in both places."""
         slots = self.ledger.held(sequence.id)
-        for instance, count in decode_slots(placement, 0).items():
-            slots[instance] = max(count, slots.get(instance, 0))
+        for instance in decode_slots(placement, 0):
+            slots.setdefault(instance, 0)
+        for instance, count in coming_slots(sequence, placement).items():
+            slots[instance] += count
         self.ledger.resize(sequence.id, slots)
         sequence.moving = MoveKv(
             gang=sequence.decode.id,
+            step=self._gangs.next_id("step"),
             sequence=sequence.id,
             shares=placement.shares,
             master=placement.master,
@@ -380,6 +384,19 @@ def decode_slots(placement: Placed, output_tokens: int) -> dict[InstanceId, int]
     for it in placement.answer:
         slots[it.instance] = slots.get(it.instance, 0) + it.tokens
     return slots
+
+
+def coming_slots(sequence: Sequence, placement: Placed) -> dict[InstanceId, int]:
+    """Slots for what a sequence that is decoded does not have where it is to lie."""
+    lies = (*sequence.shares, *sequence.answer)
+    if not sequence.answer:
+        lies = (*lies, Share(sequence.master_id, *sequence.answer_span))
+    coming: dict[InstanceId, int] = {}
+    for share in (*placement.shares, *placement.answer):
+        held = [it.span for it in lies if it.instance == share.instance]
+        tokens = sum(it.length for it in rest_of(share.span, held))
+        coming[share.instance] = coming.get(share.instance, 0) + tokens
+    return coming
 
 
 def _is_inside(sequence: Sequence, gang: Gang) -> bool:

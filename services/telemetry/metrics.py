@@ -17,6 +17,7 @@ from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running, Timings
 from csps.services.router.slo import Objective, Slo
 from csps.services.scheduling.scheduler import Counts
+from csps.services.telemetry.elastic_metrics import ElasticEvent, ElasticMetrics
 from csps.services.telemetry.error_type import error_type
 from csps.services.telemetry.series import Series
 from csps.services.telemetry.step_metrics import StepFigures, StepMetrics
@@ -49,6 +50,7 @@ class Metrics:
         self._series = Series(model)
         self._steps = StepMetrics(self._series)
         self._transfers = TransferMetrics(self._series)
+        self._elastic = ElasticMetrics(self._series)
         self._counters()
         self._histograms()
 
@@ -201,6 +203,10 @@ class Metrics:
     def step_done(self, figures: StepFigures) -> None:
         """All ranks of a step have reported."""
         self._steps.done(figures)
+
+    def elastic(self, event: ElasticEvent) -> None:
+        """A group of an elastic gang has changed."""
+        self._elastic.add(event)
 
     def kv_landed(self, landed: Sequence[KvLanded]) -> None:
         """A prompt's KV is where it decodes."""

@@ -10,6 +10,7 @@ from csps.protocols.messages import KvLanded
 from csps.protocols.tokens import FinishReason
 from csps.services.router.running import Running
 from csps.services.router.slo import Slo
+from csps.services.telemetry.elastic_metrics import ElasticEvent
 from csps.services.telemetry.step_metrics import StepFigures
 
 
@@ -52,6 +53,9 @@ class Observer(Protocol):
     def step_done(self, figures: StepFigures) -> None:
         """The last rank of a step has reported."""
 
+    def elastic(self, event: ElasticEvent) -> None:
+        """A group of an elastic gang has changed."""
+
     def kv_landed(self, landed: Sequence[KvLanded]) -> None:
         """All of a prompt's KV is where it decodes: what each of the ranks there says."""
 
@@ -71,4 +75,5 @@ class NoObserver:
     def cluster_ready(self, epoch: str) -> None: ...
     def preempted(self, requests: int) -> None: ...
     def step_done(self, figures: StepFigures) -> None: ...
+    def elastic(self, event: ElasticEvent) -> None: ...
     def kv_landed(self, landed: Sequence[KvLanded]) -> None: ...

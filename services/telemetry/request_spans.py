@@ -29,6 +29,8 @@ def record_spans(running: Running) -> None:
     _record(running, "prefill", marks.launched, marks.prefilled, _prefill_attributes(running))
     _record(running, "transfer", marks.prefilled, marks.joined, _transfer_attributes(running))
     _record(running, "decode", marks.joined, marks.last_token, _decode_attributes(running))
+    for event in running.elastic:
+        _record(running, f"elastic.{event.kind}", event.began, event.ended, event.attributes)
 
 
 def _record(

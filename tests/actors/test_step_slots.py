@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from gang_threads import elastic_cell
 from greedy_reference import greedy_tokens
 
 from csps.actors.engine.step_desk import StepDesk
-from csps.protocols.prefill_job import PrefillPiece
 from csps.protocols.span import Span
 
 
@@ -21,9 +19,7 @@ class Waiting:
     """A step as the desk sees it."""
 
     def __init__(self, number: int, rids: list[int], fits: bool) -> None:
-        pieces = [PrefillPiece(rid=rid, start=0, length=1) for rid in rids]
-        self.job = replace(job_of(pieces, [0]), job_id=number)
-        self.fits = fits
+        self.number, self.sequences, self.fits = number, rids, fits
 
     def take_slots(self) -> bool:
         return self.fits

@@ -22,6 +22,7 @@ from csps.protocols.log_entries import (
     Entry,
     Iterate,
     Iterated,
+    Place,
     Prepared,
     Ran,
     Report,
@@ -100,6 +101,8 @@ class Rank:
     versions: dict[int, int] = field(default_factory=dict)
     rows: dict[int, dict[int, int]] = field(default_factory=dict)
     """Per stream: sequence -> iterations that it had."""
+    placed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Ranks that rows concern which were moved."""
     closed: bool = False
 
 
@@ -152,6 +155,8 @@ class Ranks:
                     self._change(rank, entry.op)
                 case Abort(step):
                     self._abort(rank, step)
+                case Place() as place:
+                    self._place(r, place)
                 case EndOwner(owner):
                     rank.prepared -= {s for s in rank.prepared if self._jobs[s].task.owner == owner}
                 case Shutdown():
@@ -235,22 +240,40 @@ class Ranks:
         members = set(self._members(op))
         assert all(
             it <= members or it.isdisjoint(members)
-            for it in map(self._ranks_of(op.stream), rank.rows[op.stream])
+            for it in map(self._ranks_of(r, op.stream), rank.rows[op.stream])
         ), f"{entry} iterates rows in part"
         assert rank.versions[op.stream] == op.version
         rank.busy = True
         self._iteration(r, entry, op, 0, self._clock.now)
 
-    def _ranks_of(self, stream: int) -> Callable[[int], set[int]]:
-        whole = self._lines[stream].ranks
-        return lambda sequence: set(self._concerns.get(sequence, whole))
+    def _ranks_of(self, r: int, stream: int) -> Callable[[int], set[int]]:
+        return lambda sequence: set(self._concerned(r, sequence, stream))
+
+    def _concerned(self, r: int, sequence: int, stream: int) -> tuple[int, ...]:
+        before = self._concerns.get(sequence, self._lines[stream].ranks)
+        return self.each[r].placed.get(sequence, before)
+
+    def _place(self, r: int, place: Place) -> None:
+        """Members have moved all of a row's KV; who has it now knows how far it is."""
+        rank = self.each[r]
+        (moved,) = (
+            step
+            for step, job in self._jobs.items()
+            if job.task.places and job.task.sequences == (place.sequence,)
+        )
+        assert r not in self._jobs[moved].task.ranks or moved in rank.finished
+        rank.placed[place.sequence] = place.ranks
+        stream = next(it for it, rows in rank.rows.items() if place.sequence in rows)
+        rank.rows[stream][place.sequence] = max(
+            other.rows.get(stream, {}).get(place.sequence, 0) for other in self.each
+        )
 
     def _members(self, op: Iterate) -> tuple[int, ...]:
         return op.group or self._lines[op.stream].ranks
 
     def _rows(self, r: int, op: Iterate) -> list[int]:
         """Sequences that an entry iterates, as a rank knows them."""
-        ranks, members = self._ranks_of(op.stream), set(self._members(op))
+        ranks, members = self._ranks_of(r, op.stream), set(self._members(op))
         return [it for it in self.each[r].rows.get(op.stream, ()) if ranks(it) <= members]
 
     def _iteration(self, r: int, entry: Entry, op: Iterate, i: int, since: int) -> None:
@@ -283,14 +306,14 @@ class Ranks:
             for sequence in self._rows(r, op)
             if (life := self._lives[sequence]) is not None
             and rows[sequence] - op.n < life <= rows[sequence]
-            and self._master(sequence, op.stream) == r
+            and self._master(r, sequence, op.stream) == r
         )
         took = (self._clock.now - since) * NS
         self.send(r, Iterated(r, entry.seq, op.stream, took, finished))
         self._free(r)
 
-    def _master(self, sequence: int, stream: int) -> int:
-        ranks = self._concerns.get(sequence, self._lines[stream].ranks)
+    def _master(self, r: int, sequence: int, stream: int) -> int:
+        ranks = self._concerned(r, sequence, stream)
         return ranks[sequence % len(ranks)]
 
     def _change(self, rank: Rank, change: Change) -> None:
@@ -332,9 +355,11 @@ ROWS = 1000
 """Sequences from here on are rows; those below are prefilled."""
 
 
-def random_scenario(rng: Random, *, troubled: bool = True, apart: bool = False) -> Scenario:
+def random_scenario(
+    rng: Random, *, troubled: bool = True, apart: bool = False, moved: bool = False
+) -> Scenario:
     """Groups, classes, lengths and times at random; cancels and ends of owners where `troubled`,
-    rows that concern some of their stream's ranks where `apart`."""
+    rows that concern some of their stream's ranks where `apart`, and others later where `moved`."""
     size, span = rng.randint(1, 6), rng.choice((100, 1000, 4000))
 
     def group() -> tuple[int, ...]:
@@ -372,11 +397,36 @@ def random_scenario(rng: Random, *, troubled: bool = True, apart: bool = False) 
             scenario.concerns[sequence] = tuple(
                 sorted(rng.sample(whole, rng.randint(1, len(whole))))
             )
+    if moved:
+        _add_moves(scenario, rng, span)
     if troubled:
         known = [*range(8), *rows]
         scenario.cancels = [(time(), rng.choice(known)) for _ in range(rng.randint(0, 4))]
         scenario.ends = [(time(), 2)] if rng.random() < 0.3 else []
     return scenario
+
+
+def _add_moves(scenario: Scenario, rng: Random, span: int) -> None:
+    """One of a row at most: the next begins when the last one is over."""
+    for time, stream, sequence, owner in scenario.joins:
+        if rng.random() < 0.3:
+            continue
+        whole, step = scenario.lines[stream].ranks, len(scenario.jobs)
+        after = rng.sample(whole, rng.randint(1, len(whole)))
+        members = tuple({*scenario.concerns.get(sequence, whole), *after})
+        task = StepTask(
+            id=step,
+            ranks=members,
+            urgent=True,
+            parts=rng.randint(1, 12),
+            sequences=(sequence,),
+            owner=owner,
+            led_by=rng.choice(members),
+            places=tuple(after),
+        )
+        scenario.jobs[step] = Job(task, rng.randint(1, QUANTUM))
+        scenario.submits.append((max(0, time + rng.randrange(-10, span)), step))
+    scenario.submits.sort()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from csps.protocols.topology import Location
 from csps.services.router.running import Generation, Running
 from csps.services.router.slo import Slo
 from csps.services.scheduling.scheduler import Counts
+from csps.services.telemetry.elastic_metrics import ElasticEvent
 from csps.services.telemetry.metrics import Metrics
 from csps.services.telemetry.step_metrics import StepFigures
 
@@ -190,6 +191,22 @@ def test_what_goes_wrong_is_counted_by_reason() -> None:
 class FakeLoad:
     counts = Counts(running=3, waiting=2, prefill_kv=0.25, decode_kv=0.5)
     ready = True
+
+
+def test_what_changes_groups_of_an_elastic_gang_is_counted_by_kind() -> None:
+    metrics = Metrics("m")
+    for seconds in (0.5, 0.25):
+        metrics.elastic(
+            ElasticEvent(
+                kind="migrate", began=1.0, ended=2.0, seconds=seconds, sent_bytes=1000, tokens=3
+            )
+        )
+    metrics.elastic(ElasticEvent(kind="merge", began=1.0, ended=1.0))
+    found = series(metrics)
+    for event, counts in {"migrate": (2, 2000, 0.75), "merge": (1, 0, 0)}.items():
+        labels = frozenset({("event", event)})
+        names = ("events", "bytes", "seconds")
+        assert tuple(found[f"csps:elastic_{it}_total", labels] for it in names) == counts
 
 
 def test_gauges_are_read_when_scraped() -> None:

@@ -34,6 +34,8 @@ from csps.services.scheduling.decisions import Policy
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
+from csps.services.telemetry.elastic_metrics import ElasticEvent
+from csps.services.telemetry.observer import NoObserver, Observer
 
 
 @dataclass
@@ -118,6 +120,7 @@ async def real_cell(
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
     latencies: Unmeasured | None = None,
+    observer: Observer | None = None,
 ) -> AsyncIterator[Cell]:
     """Two prefill and two decode ranks, linked; or other gangs.
 
@@ -137,7 +140,9 @@ async def real_cell(
     if isinstance(policy, str):
         policy = make_policy(policy, POLICIES[policy])
     scheduler = Scheduler(policy, costs.costs, reuse=reuse)
-    service = RequestService(cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE)
+    service = RequestService(
+        cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
+    )
     async with AsyncExitStack() as stack:
         cell = Cell(model, directory, service, stack, instances, tp)
         stack.push_async_callback(service.close, 0.0)
@@ -192,6 +197,39 @@ async def test_rows_kv_and_answers_may_lie_anyhow(
         for running, tokens in zip(requests, answers, strict=True):
             prompt = running.generation.prompt.tolist()
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        await cell.settled()
+
+
+@pytest.mark.parametrize(
+    "gangs",
+    [
+        {"instances": 3},
+        pytest.param({"instances": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
+    tiny_llama: Path, gangs: dict[str, Any]
+) -> None:
+    """KV, keepers and masters change while answers are drawn, and nothing else does."""
+    events: list[ElasticEvent] = []
+    observer = NoObserver()
+    observer.elastic = events.append  # type: ignore[method-assign]
+    policy = AnyLayout(7, moves=True)
+    async with real_cell(tiny_llama, policy, roles=ELASTIC, observer=observer, **gangs) as cell:
+        requests = [cell.submit(n, max_tokens=40, seed=n) for n in (90, 5, 33)]
+        cancelled = cell.submit(100, max_tokens=1500, seed=9)
+        async with cancelled:
+            await eventually(lambda: cancelled.state == "decoding")
+            requests.append(cell.submit(60, max_tokens=40, seed=60))
+            await eventually(lambda: any(it.kind == "migrate" for it in cancelled.elastic))
+        answers = await asyncio.gather(*map(answer, requests))
+        for running, tokens in zip(requests, answers, strict=True):
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 40)
+        migrated = [it for it in events if it.kind == "migrate"]
+        assert len(migrated) > 2
+        assert all(it.sent_bytes and it.tokens and it.seconds for it in migrated)
         await cell.settled()
 
 
@@ -295,6 +333,43 @@ async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(tiny_llam
         await eventually(lambda: any(running.timings.tokens > 3 for running in requests))
         assert any(running.state == "prefill" for running in requests)
         cell.gangs["elastic"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        await cell.start_gang("elastic")
+        cell.publish()
+        assert await asyncio.gather(*answers) == undisturbed
+        assert max(running.timings.attempts for running in requests) == 2
+        await cell.settled()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("event", ["migrate", "preempt and scale down"])
+async def test_streams_go_on_when_a_rank_is_killed_at_an_elastic_event(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """Whatever had moved by then, nobody is told a wrong token, and every slot comes back."""
+    moves = event == "migrate"
+    policy = AnyLayout(7, moves=True) if moves else "loongserve"
+    async with real_cell(tiny_llama, policy, roles=ELASTIC, instances=3, mortal="elastic") as cell:
+        wanted: list[dict[str, Any]] = [
+            {"length": 50 + 60 * n, "max_tokens": 80, "seed": n, "temperature": n % 2}
+            for n in range(5)
+        ]
+        undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
+        requests = [cell.submit(**it) for it in wanted[:4]]
+        answers = [asyncio.ensure_future(answer(running)) for running in requests]
+        await eventually(lambda: any(it.state == "decoding" for it in requests))
+        steps = None if moves else HeldSteps(monkeypatch)
+        requests.append(cell.submit(**wanted[4]))
+        answers.append(asyncio.ensure_future(answer(requests[-1])))
+        if steps is not None:
+            await steps.begun()
+        else:
+            live = cell.service._sequences.by_id.values
+            await eventually(lambda: any(it.move is not None for it in live()))
+        cell.gangs["elastic"].process(1).kill()
+        if steps is not None:
+            steps.go_on.set()
         await eventually(lambda: not cell.service.ready)
         await cell.start_gang("elastic")
         cell.publish()

@@ -29,8 +29,7 @@ class LoongServeOptions:
     decode_iterations: int = 10
     """Iterations that a decode group has, at least, between two preemptions."""
     move_us_per_1k_tokens: int = 0
-    """What moving KV of 1,000 tokens from one instance to another takes; 0: none is moved. Ranks
-    cannot move KV of what decodes yet: for simulations."""
+    """What moving KV of 1,000 tokens from one instance to another takes; 0: none is moved."""
     max_delay_s: float = 0.0
     """How long requests that could start on some instances may be delayed in the hope for all;
     0: not at all."""

@@ -1,0 +1,62 @@
+"""What an elastic gang does besides computing: groups that grow, shrink, merge and give way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from opentelemetry.util.types import AttributeValue
+
+from csps.services.telemetry.series import Series
+
+Kind = Literal["scale_down", "scale_up", "migrate", "remaster", "merge", "preempt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticEvent:
+    """One, as the router has seen it. Times are of the monotonic clock, in seconds.
+
+    scale_down  a prompt was computed by more instances than keep its KV
+    scale_up    a request is decoded by more instances than hold its prompt
+    migrate     KV of a request that is decoded has moved
+    remaster    another instance draws a request's tokens; no KV has moved
+    merge       a request that joins has decode groups iterate together from then on
+    preempt     a prompt is computed where others are decoded, which go on in between
+    """
+
+    kind: Kind
+    began: float
+    ended: float
+    seconds: float = 0.0
+    """What it has cost, on the rank on which it cost most."""
+    sent_bytes: int = 0
+    tokens: int = 0
+    """Whose KV lies elsewhere now."""
+
+    @property
+    def attributes(self) -> Mapping[str, AttributeValue]:
+        """Of its span."""
+        return {
+            "csps.elastic.seconds": self.seconds,
+            "csps.elastic.bytes": self.sent_bytes,
+            "csps.elastic.tokens": self.tokens,
+        }
+
+
+class ElasticMetrics:
+    """Counters, by kind."""
+
+    def __init__(self, series: Series) -> None:
+        several = series.counters
+        self._events = several("elastic_events", "Changes of groups on elastic gangs.", "event")
+        self._bytes = several("elastic_bytes", "KV that was sent for them, over ranks.", "event")
+        self._seconds = several(
+            "elastic_seconds", "What they cost, on the rank on which it is most.", "event"
+        )
+
+    def add(self, event: ElasticEvent) -> None:
+        """Count one."""
+        self._events(event=event.kind).inc()
+        self._bytes(event=event.kind).inc(event.sent_bytes)
+        self._seconds(event=event.kind).inc(event.seconds)

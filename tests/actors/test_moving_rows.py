@@ -1,0 +1,300 @@
+"""Rows that decode go on elsewhere: on other instances, or with another master.
+
+Whatever is moved when, the tokens are the model's, and every slot comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from gang_cell import (
+    LAYOUTS,
+    Cell,
+    Request,
+    even_shares,
+    job_of,
+    laid_out,
+    prompt_of,
+    shares_at,
+)
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
+from greedy_reference import greedy_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+
+from csps.actors.engine import move_run
+from csps.actors.mesh import GroupMaker
+from csps.protocols.placement import KvShare, round_robin
+from csps.protocols.row_move import RowMoved, RowPlacement
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
+
+
+def placed(request: Request) -> RowPlacement:
+    return RowPlacement(shares=request.shares, master=request.master, answer=request.answer)
+
+
+def on(request: Request, *instances: int, master: int | None = None) -> RowPlacement:
+    """The prompt in equal parts, the answer in turns."""
+    length = len(request.prompt)
+    return RowPlacement(
+        shares=even_shares(length, instances),
+        master=instances[0] if master is None else master,
+        answer=turns(length, request.sampling.max_tokens, instances),
+    )
+
+
+def turns(start: int, tokens: int, keepers: Sequence[int]) -> tuple[KvShare, ...]:
+    kept = round_robin(start, start + tokens, keepers)
+    return tuple(KvShare(instance=i, span=span) for i, span in kept.items() if span.length)
+
+
+def talking(rid: int, length: int, tokens: int, *instances: int) -> Request:
+    return Request(
+        rid=rid,
+        prompt=prompt_of(length, rid),
+        shares=even_shares(length, instances),
+        master=instances[0],
+        sampling=Sampling(temperature=0, max_tokens=tokens),
+    )
+
+
+async def decode(cell: Cell, request: Request) -> None:
+    """Have it drawn up to its second token at least."""
+    await cell.reserve(request)
+    group = sorted({it.instance for it in request.shares})
+    cell.submit(job_of([request.piece()], group), request.prompt)
+    await cell.join(request)
+    await cell.until(lambda: len(cell.tokens(request.rid)) > 1)
+
+
+async def check_answer(cell: Cell, model: Path, request: Request) -> None:
+    await cell.until(lambda: cell.finished(request.rid))
+    expected = greedy_tokens(model, request.prompt.tolist(), request.sampling.max_tokens)
+    assert cell.tokens(request.rid) == expected
+    await cell.freed(request.rid)
+
+
+async def test_a_row_goes_on_where_its_kv_was_moved_to(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it, in blocks; what it has left is free while it goes on."""
+    monkeypatch.setattr(move_run, "BLOCK_TOKENS", 16)
+    async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
+        pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
+        request = talking(1, 60, 100, 0)
+        await decode(cell, request)
+        cell.move(request, placed(request), on(request, 1, 2))
+        await cell.told(3, RowMoved, rid=1)
+        told = {it.rank: it for it in cell.about(RowMoved, rid=1)}
+        assert not cell.finished(1)
+        assert [pool.used for pool in pools] == [0, 30 + 50, 30 + 49]
+        token_bytes = 2 * pools[0].k[:, 0].nbytes
+        assert told[0].sent_bytes == (told[1].tokens + told[2].tokens) * token_bytes
+        assert told[1].tokens + told[2].tokens > 60
+        await check_answer(cell, tiny_llama, request)
+        cell.check_idle()
+
+
+async def test_a_row_gets_another_master_and_no_kv_moves(tiny_llama: Path) -> None:
+    """With what its sampler remembers of the answer."""
+    sampling = Sampling(temperature=1.0, seed=5, frequency_penalty=1.5, max_tokens=60)
+    async with elastic_cell(tiny_llama, 2) as cell:
+        alone, moving = (
+            Request(
+                rid=rid,
+                prompt=prompt_of(20),
+                shares=even_shares(20, [0, 1]),
+                sampling=sampling,
+                answer=turns(20, 60, [0, 1]),
+            )
+            for rid in (1, 2)
+        )
+        await decode(cell, alone)
+        await cell.until(lambda: cell.finished(1))
+        await decode(cell, moving)
+        after = RowPlacement(shares=moving.shares, master=1, answer=moving.answer)
+        cell.move(moving, placed(moving), after)
+        await cell.told(2, RowMoved, rid=2)
+        assert not any(it.tokens or it.sent_bytes for it in cell.about(RowMoved, rid=2))
+        await cell.until(lambda: cell.finished(2))
+        assert cell.tokens(2) == cell.tokens(1)
+        await cell.freed(1, 2)
+        cell.check_idle()
+
+
+async def test_others_go_on_while_a_row_is_moved(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration between two quanta, and the row itself with them."""
+    monkeypatch.setattr(move_run, "BLOCK_TOKENS", 1)
+    async with elastic_cell(tiny_llama, 2, quantum_ms=0.0) as cell:
+        moving, other = talking(1, 20, 120, 0), talking(2, 20, 120, 0)
+        moving = replace(moving, answer=turns(20, 120, [1]))  # so that no more than 20 tokens move
+        await decode(cell, moving)
+        await decode(cell, other)
+        before = [len(cell.tokens(rid)) for rid in (1, 2)]
+        cell.move(moving, placed(moving), on(moving, 1))
+        await cell.told(2, RowMoved, rid=1)
+        assert not cell.finished(1)
+        # As many parts as tokens and layers, and after each an iteration of those beside it.
+        assert all(len(cell.tokens(rid)) > b + 10 for rid, b in zip((1, 2), before, strict=True))
+        await check_answer(cell, tiny_llama, moving)
+        await check_answer(cell, tiny_llama, other)
+        cell.check_idle()
+
+
+async def test_a_row_that_ends_takes_its_move_along(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(move_run, "BLOCK_TOKENS", 1)
+    async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
+        cancelled, ending = talking(1, 200, 1000, 0, 1), talking(2, 200, 12, 0, 1)
+        late = talking(3, 20, 3, 0)
+        for it in (cancelled, ending, late):
+            await decode(cell, it)
+        await cell.until(lambda: cell.finished(3))
+        for it in (cancelled, ending, late):
+            cell.move(it, placed(it), on(it, 2, 1))
+        cell.cancel(1)
+        await check_answer(cell, tiny_llama, ending)
+        await cell.freed(1, 3)
+        ranks = cell.prefill_gang.ranks
+        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        cell.check_idle()
+
+
+async def test_only_whole_placements_are_moved(tiny_llama: Path) -> None:
+    async with elastic_cell(tiny_llama, 1) as cell:
+        request = talking(1, 5, 4, 0)
+        gap = RowPlacement(shares=(KvShare(instance=0, span=Span(0, 4)),), master=0)
+        with pytest.raises(ValueError, match="each position once"):
+            cell.move(request, placed(request), gap)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row, and what becomes of it."""
+
+    length: int
+    tokens: int
+    seed: int
+    moves: int
+    end: str
+    """"" to the last token, or cancelled "before", "beside" or "after" its moves."""
+
+
+PLANS = st.builds(
+    Plan,
+    length=st.integers(2, 50),
+    tokens=st.integers(2, 40),
+    seed=st.integers(0, 10**6),
+    moves=st.integers(0, 3),
+    end=st.sampled_from(["", "", "", "", "beside", "after"]),
+)
+
+
+class Story:
+    """One row and its places."""
+
+    def __init__(self, rid: int, plan: Plan, instances: int) -> None:
+        self.plan, self.rng, self._instances = plan, random.Random(plan.seed), instances
+        first = self._place()
+        self.request = Request(
+            rid=rid,
+            prompt=prompt_of(plan.length, rid),
+            shares=first.shares,
+            master=first.master,
+            answer=first.answer,
+            sampling=Sampling(temperature=0, max_tokens=plan.tokens),
+        )
+        self._placed = first
+
+    def _some(self) -> list[int]:
+        return self.rng.sample(range(self._instances), self.rng.randint(1, self._instances))
+
+    def _place(self) -> RowPlacement:
+        length, holders = self.plan.length, self._some()
+        if self.rng.random() < 0.5:
+            shares = laid_out(self.rng.choice(LAYOUTS), 0, length, holders)
+        else:
+            cuts = sorted(self.rng.randint(0, length) for _ in holders[1:])
+            shares = shares_at([0, *cuts, length], holders)
+        answer = turns(length, self.plan.tokens, self._some()) if self.rng.random() < 0.7 else ()
+        return RowPlacement(
+            shares=shares, master=self.rng.randrange(self._instances), answer=answer
+        )
+
+    async def live(self, cell: ThreadCell, model: Path) -> None:
+        rid, plan = self.request.rid, self.plan
+        await cell.reserve(self.request)
+        group = sorted({it.instance for it in self.request.shares})
+        cell.submit(job_of([self.request.piece()], group), self.request.prompt)
+        await cell.join(self.request)
+        for number in range(plan.moves):
+            await cell.until(lambda number=number: len(cell.tokens(rid)) > number)  # type: ignore[misc]
+            after = self._place()
+            seen = len(cell.about(RowMoved, rid=rid))
+            cell.move(self.request, self._placed, after)
+            ranks = len(self._placed.instances | after.instances) * cell.decode.tp
+            self._placed = after
+            if plan.end == "beside":
+                break
+            await cell.until(
+                lambda seen=seen, ranks=ranks: (  # type: ignore[misc]
+                    cell.finished(rid) or len(cell.about(RowMoved, rid=rid)) >= seen + ranks
+                )
+            )
+        if plan.end:
+            cell.cancel(rid)
+            await cell.freed(rid)
+        else:
+            await check_answer(cell, model, self.request)
+
+
+async def check(
+    model: Path, plans: list[Plan], instances: int, tp: int, data_group: GroupMaker | None
+) -> None:
+    async with elastic_cell(model, instances, tp=tp, quantum_ms=0.0, data_group=data_group) as cell:
+        stories = [Story(rid, plan, instances) for rid, plan in enumerate(plans, 1)]
+        await asyncio.gather(*(story.live(cell, model) for story in stories))
+        ranks = cell.prefill_gang.ranks
+        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        cell.check_idle()
+
+
+@pytest.mark.parametrize("data_group", [STRICT, None], ids=["strict", "gloo"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_any_moves_give_the_tokens_of_the_model(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int, data_group: GroupMaker | None
+) -> None:
+    monkeypatch.setattr(move_run, "BLOCK_TOKENS", 7)
+
+    @settings(max_examples=examples(3))
+    @given(st.lists(PLANS, min_size=1, max_size=4), st.integers(2, 4 // tp))
+    def any_plans(plans: list[Plan], instances: int) -> None:
+        asyncio.run(check(tiny_llama, plans, instances, tp, data_group))
+
+    any_plans()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_many_moves_on_six_ranks(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    monkeypatch.setattr(move_run, "BLOCK_TOKENS", 5)
+
+    @settings(max_examples=examples(25))
+    @given(st.lists(PLANS, min_size=1, max_size=8), st.integers(2, 6 // tp))
+    def any_plans(plans: list[Plan], instances: int) -> None:
+        asyncio.run(check(tiny_llama, plans, instances, tp, STRICT))
+
+    any_plans()
