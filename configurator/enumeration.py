@@ -143,12 +143,11 @@ class Space:
         )
 
     def variants(self, locations: Sequence[str]) -> Iterator[tuple[Architecture, int, Judging]]:
-        """(strategy, N_v, judging) of sparse attention; SP-TP does not judge by the same layer, and
-        one level drops nothing."""
+        """(strategy, N_v, judging) of sparse attention; one level drops nothing."""
         for strategy, levels, judging in product(
             self.strategies, self.level_counts(locations), self.judging
         ):
-            if levels > 1 and not (strategy == "tp" and judging.layer == "same"):
+            if levels > 1:
                 yield strategy, levels, judging
 
     def exact(self, locations: Sequence[str]) -> list[CsaSettings]:

@@ -74,11 +74,7 @@ class CsaSettings:
     @property
     def ntp_only(self) -> str | None:
         """The option, if there is one, that SP-TP does not have."""
-        return ntp_only(
-            nested=self.nested,
-            decode_kept_only=self.decode_kept_only,
-            importance_layer=self.importance_layer,
-        )
+        return ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
 
     def for_group(
         self, locations: Sequence[str], *, layers: int, longest_spt: int, every_query: bool = False
@@ -154,15 +150,11 @@ class CsaSettings:
             yield f"{most} of {asked} micro-partitions, because no instance has more tokens"
 
 
-def ntp_only(
-    *, nested: bool | None, decode_kept_only: bool | None, importance_layer: str | None
-) -> str | None:
+def ntp_only(*, nested: bool | None, decode_kept_only: bool | None) -> str | None:
     """Which of these options, if one, asks for what only SP-NTP has."""
     if nested:
         return "'nested'"
-    if decode_kept_only:
-        return "'decode_kept_only'"
-    return "'importance_layer': 'same'" if importance_layer == "same" else None
+    return "'decode_kept_only'" if decode_kept_only else None
 
 
 def _of(numbers: Sequence[T], index: int) -> T:

@@ -99,11 +99,7 @@ class _CsaOptions(JsonObject):
                 "attend to is known only when the layer is over",
                 "importance_window",
             )
-        only = ntp_only(
-            nested=self.nested,
-            decode_kept_only=self.decode_kept_only,
-            importance_layer=self.importance_layer,
-        )
+        only = ntp_only(nested=self.nested, decode_kept_only=self.decode_kept_only)
         if self.strategy in ("tp", "tp_flat") and only is not None:
             fail(f"must be 'ntp' with {only}, not '{self.strategy}'", "strategy")
         return self

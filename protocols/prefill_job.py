@@ -140,8 +140,3 @@ class PrefillJob:
             )
         if plan.nested:
             raise ConfigError("nested levels are for SP-NTP; SP-TP attends to disjoint levels")
-        if plan.importance_layer == "same":
-            raise ConfigError(
-                "importance_layer 'same' is for SP-NTP; in SP-TP the last queries arrive when most "
-                "keys have been attended to, so only the previous layer can judge"
-            )

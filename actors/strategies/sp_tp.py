@@ -19,7 +19,7 @@ Shapes: t rows of this rank's instance, T rows of the batch, d hidden.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
@@ -47,6 +47,7 @@ from csps.actors.strategies.sp_tp_schedule import (
     Step,
     near_to_far,
     one_after_another,
+    own_before_far,
     with_history,
 )
 from csps.actors.strategies.strategy import Keep
@@ -95,7 +96,7 @@ class SpTp(WithTransfers):
         )
         group.points.settle = self._transfers.settle
         self._importance: Mapping[int, Tensor] = {}
-        self._steps: dict[int, tuple[Step, ...]] = {}
+        self._steps: dict[tuple[int, bool], tuple[Step, ...]] = {}
 
     def offered(self, layer: int, member: int) -> Collection[int]:
         """See `Strategy`: keys and values never travel."""
@@ -144,15 +145,20 @@ class SpTp(WithTransfers):
         )
 
     def _planned(self, index: int) -> tuple[Step, ...]:
-        """Steps of a layer, planned once for all layers of as many micro-partitions."""
-        micro = self._micro_partitions(index)
-        if micro not in self._steps:
-            parts = tuple(self._shards.parts(micro))
-            pipelined = self._plan is not None and self._plan.pipelined
-            plain = near_to_far(parts, self._distances) if pipelined else one_after_another(parts)
-            steps = tuple(plain)
-            self._steps[micro] = tuple(with_history(steps)) if self._history.any else steps
-        return self._steps[micro]
+        """Steps of a layer, planned once for all layers of as many micro-partitions that judge or
+        do not judge by themselves."""
+        at = self._micro_partitions(index), self._judges_itself(index)
+        if at not in self._steps:
+            steps = tuple(self._in_order(*at))
+            self._steps[at] = tuple(with_history(steps)) if self._history.any else steps
+        return self._steps[at]
+
+    def _in_order(self, micro: int, judges_itself: bool) -> Iterator[Step]:
+        parts = tuple(self._shards.parts(micro))
+        if self._plan is None or not self._plan.pipelined:
+            return one_after_another(parts)
+        pipeline = own_before_far if judges_itself else near_to_far
+        return pipeline(parts, self._distances)
 
     def _only_answer(self, index: int, x_td: Tensor) -> None:
         """Without heads there is nothing to ask, but history may lie here."""
@@ -195,10 +201,17 @@ class SpTp(WithTransfers):
             importance=self._importance,
         )
 
-    def _judged(self, index: int, work: SpTpLayer) -> Mapping[int, Tensor]:
-        """By piece that spans members, what the next layer chooses by; nothing if it keeps all."""
+    def _judges_itself(self, index: int) -> bool:
         schedule = self._schedule
-        if schedule is None or not schedule.drops(index + 1):
+        if schedule is None or schedule.plan.importance_layer == "previous":
+            return False
+        return schedule.drops(index)
+
+    def _judged(self, index: int, work: SpTpLayer) -> Mapping[int, Tensor]:
+        """By piece that spans members, what the next layer chooses by; nothing if it keeps all, or
+        judges by itself."""
+        schedule = self._schedule
+        if schedule is None or not schedule.drops(index + 1) or self._judges_itself(index + 1):
             return {}
         pieces = {
             part.piece

@@ -28,6 +28,10 @@ class Keys(Protocol):
     k_Tgd: Tensor
     v_Tgd: Tensor
 
+    def importance(self, index: int, window: int) -> Tensor:
+        """What a piece's keys receive, (g, rows of the piece)."""
+        ...
+
 
 class FarParts:
     """Which rows are parts of a piece that spans members, and the level at which they meet."""
@@ -71,13 +75,14 @@ class FarKeys:
         """
         Args:
             kv_heads: the own ones among those that the schedule is for.
-            importance: by piece that spans members, (g, rows of the piece), of the layer before.
+            importance: by piece that spans members, (g, rows of the piece), of the layer before;
+                of no piece where the plan has the layer judge by itself.
         """
         self._parts = parts
         self._plan = schedule.plan
         self._pieces = pieces
         self._ratios = schedule.head_ratios(layer)[kv_heads]
-        self._importance = importance
+        self._importance = dict(importance)
         self._kept: dict[tuple[range, int, int], list[tuple[slice, Tensor, Tensor]]] = {}
 
     def rectangles(
@@ -130,12 +135,20 @@ class FarKeys:
             return k_tgd, v_tgd
         place = self._parts.parts[part]
         first = self._parts.of_piece(place.piece)[0].start
-        importance_gt = self._importance[place.piece][heads, part.start - first : part.stop - first]
+        columns = slice(part.start - first, part.stop - first)
+        importance_gt = self._judged(keys, place.piece)[heads, columns]
         always_t = torch.zeros(len(part), dtype=torch.bool)
         for run in always_kept(self._plan, self._pieces[place.piece], place):
             always_t[run.start : run.stop] = True
         kept_gk = select(importance_gt, count, always_t=always_t)
         return gather_kept(k_tgd, kept_gk), gather_kept(v_tgd, kept_gk)
+
+    def _judged(self, keys: Keys, piece: int) -> Tensor:
+        """By the layer before, or by this one, of which all rows have come then."""
+        if piece not in self._importance:
+            assert self._plan.importance_layer == "same", "judged by the layer before"
+            self._importance[piece] = keys.importance(piece, self._plan.importance_window)
+        return self._importance[piece]
 
 
 def _overlap(part: range, rows: range) -> range:

@@ -117,6 +117,33 @@ def near_to_far(parts: Sequence[RowPart], distances: Sequence[int]) -> Iterator[
             yield from attend(part, coming, distance + 1)
 
 
+def own_before_far(parts: Sequence[RowPart], distances: Sequence[int]) -> Iterator[Step]:
+    """The pipeline of a layer that judges its own keys: by queries of the last rows, over all keys,
+    so that an owner's rows meet another's only when all have come. Arguments as for `near_to_far`.
+    """
+    preceding = {part: [key for key in parts if key.start <= part.start] for part in parts}
+    complete: set[RowPart] = set()
+    waiting_to_go = deque(parts)
+
+    def attend(part: RowPart, *, own: bool) -> Iterator[Step]:
+        keys = [key for key in preceding[part] if (key.owner == part.owner) is own]
+        place = Place(level=distances[part.owner] + 1, micro=part.index)
+        for start, stop in _joined(keys):
+            yield Attend((part.start, part.stop), (start, stop), place)
+        if not own or len(keys) == len(preceding[part]):
+            complete.add(part)
+        while waiting_to_go and waiting_to_go[0] in complete:
+            yield HandOn(waiting_to_go.popleft())
+
+    for part in sorted(parts, key=lambda part: (distances[part.owner], part.start)):
+        yield Wait(part)
+        place = Place(level=distances[part.owner] + 1, micro=part.index)
+        yield Project(part.start, part.stop, place)
+        yield from attend(part, own=True)
+    for part in parts:
+        yield from attend(part, own=False)
+
+
 def with_history(steps: Sequence[Step]) -> Iterator[Step]:
     """All members ask at once, when the last rows have come; what would have been handed on before
     that is handed on then."""

@@ -31,6 +31,8 @@ class _Kind(NamedTuple):
     levels: int
     drop_queries: bool
     pipelined: bool
+    judges_itself: bool
+    """In SP-TP, where that has another order of steps."""
 
 
 class _LayerProblem(NamedTuple):
@@ -106,8 +108,16 @@ def _layers(
     plan = settings.for_group(
         group.locations, layers=group.shape.layers, longest_spt=longest_spt, every_query=tp
     )
-    kind = _Kind(tp, plan.levels, plan.drop_queries, plan.pipelined)
-    return Counter((kind, _problem(group, plan, layer)) for layer in range(group.shape.layers - 1))
+    problems = Counter(_problem(group, plan, layer) for layer in range(group.shape.layers - 1))
+    return Counter(
+        {
+            (
+                _Kind(tp, plan.levels, plan.drop_queries, plan.pipelined, tp and problem.same),
+                problem,
+            ): times
+            for problem, times in problems.items()
+        }
+    )
 
 
 def _problem(group: SimulatedGroup, plan: CsaPlan, layer: int) -> _LayerProblem:

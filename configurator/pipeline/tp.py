@@ -66,7 +66,36 @@ class HandOn:
     rows: Rows
 
 
-Step = Arrive | Attend | HandOn
+@dataclass(frozen=True)
+class Judge:
+    """Which keys the layer itself keeps."""
+
+
+Step = Arrive | Attend | HandOn | Judge
+
+
+def own_before_far(distances: Sequence[int], micros: int) -> Iterator[Step]:
+    """The same in a layer that judges its own keys, with all rows there."""
+    owners = range(len(distances))
+    to_go = deque(Rows(owner, micro) for owner in owners for micro in range(micros))
+    complete: set[Rows] = set()
+
+    def hand_on(rows: Rows) -> Iterator[Step]:
+        complete.add(rows)
+        while to_go and to_go[0] in complete:
+            yield HandOn(to_go.popleft())
+
+    for owner in sorted(owners, key=lambda owner: (distances[owner], owner)):
+        for micro in range(micros):
+            yield Arrive(Rows(owner, micro))
+            yield Attend(Rows(owner, micro), (owner,))
+            if owner == 0:
+                yield from hand_on(Rows(owner, micro))
+    yield Judge()
+    for owner in owners[1:]:
+        for micro in range(micros):
+            yield Attend(Rows(owner, micro), tuple(range(owner)))
+            yield from hand_on(Rows(owner, micro))
 
 
 def near_to_far(distances: Sequence[int], micros: int) -> Iterator[Step]:
@@ -106,7 +135,7 @@ class _TpLayer:
     def __init__(self, group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> None:
         assert len(spts) == group.members, f"{len(spts)} SPTs for {group.members} members"
         assert (cases.window_c > 0).all(), "judging by all queries is not simulated"
-        assert not cases.same_c.any(), "SP-TP judges by the layer before"
+        assert cases.same_c.all() or not cases.same_c.any(), "they share a program"
         micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
         self._group, self._cases, self._spts = group, cases, np.array(spts)
         self._micro_c = micro_cv[:, 0]
@@ -199,7 +228,8 @@ class _TpLayer:
         if rank not in self._takers:
             self._only_collect(rank)
             return
-        steps = near_to_far(self._distances(rank), self._micros)
+        in_order = own_before_far if self._cases.same_c.any() else near_to_far
+        steps = in_order(self._distances(rank), self._micros)
         handed_on = []
         for step in steps:
             match step:
@@ -209,6 +239,8 @@ class _TpLayer:
                     self._script.compute_on(rank, self._projection(rank, rows))
                 case Attend(rows, owners):
                     self._script.compute_on(rank, self._attention(rank, rows, owners))
+                case Judge():
+                    self._script.compute_on(rank, self._judging(rank, self._cases.same_c))
                 case HandOn(rows):
                     self._script.compute_on(rank, self._output(rank, rows))
                     if self._cases.pipelined:
@@ -217,7 +249,7 @@ class _TpLayer:
                         handed_on.append(rows)
         for rows in handed_on:
             self._begin_sums(rank, rows)
-        self._script.compute_on(rank, self._judging(rank))
+        self._script.compute_on(rank, self._judging(rank, self._cases.judges_c))
 
     def _only_collect(self, rank: int) -> None:
         for micro in range(self._micros):
@@ -298,8 +330,8 @@ class _TpLayer:
         far: Numbers = rows_c * self._kept_cpgv[:, owner, head, level - 1]
         return far
 
-    def _judging(self, rank: int) -> Seconds:
-        """Of all keys, by own heads, in the layer before one that drops."""
-        window_c = np.minimum(self._cases.window_c, self._spts.sum()) * self._cases.judges_c
+    def _judging(self, rank: int, judges_c: Mask) -> Seconds:
+        """Of all keys, by own heads, in a layer that drops or the one before it."""
+        window_c = np.minimum(self._cases.window_c, self._spts.sum()) * judges_c
         pairs_c = window_c * self._spts.sum() * len(self._shares[rank][0])
         return self._group.times.importance.seconds(pairs_c.astype(float))

@@ -289,7 +289,7 @@ def given_of_csa(options: CspsOptions) -> tuple[str, ...]:
 
 def csa_settings(options: CspsOptions) -> CsaSettings:
     """What the client fixes of its sparse attention; what it leaves open drops nothing, and judges
-    by the same layer where that can be had: what the layer before looked at may be something
+    by the same layer if it judges by a window: what the layer before looked at may be something
     else, which models of few layers show (benchmarks/results/two-servers-2026-11-21.md)."""
     given = {
         name: getattr(options, name) for name in given_of_csa(options) if name != "drop_ratios"
@@ -297,8 +297,7 @@ def csa_settings(options: CspsOptions) -> CsaSettings:
     settings = CsaSettings(**given)
     if options.drop_ratio is not None:
         settings = replace(settings, drop_ratios=options.drop_ratio)
-    by_tp = settings.strategy in ("tp", "tp_flat")
-    if "importance_layer" in given or by_tp or settings.importance_window == ALL_QUERIES:
+    if "importance_layer" in given or settings.importance_window == ALL_QUERIES:
         return settings
     return replace(settings, importance_layer="same")
 

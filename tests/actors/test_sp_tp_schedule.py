@@ -16,6 +16,7 @@ from csps.actors.strategies.sp_tp_schedule import (
     Wait,
     near_to_far,
     one_after_another,
+    own_before_far,
 )
 from csps.protocols.even_share import even_share
 
@@ -77,6 +78,20 @@ def test_every_pair_once_and_rows_handed_on_in_order(
     parts, distances = group
     check(list(near_to_far(parts, distances)), parts)
     check(list(one_after_another(parts)), parts)
+    check(list(own_before_far(parts, distances)), parts)
+
+
+@given(groups())
+def test_where_a_layer_judges_itself_no_far_key_is_read_before_all_have_come(
+    group: tuple[tuple[RowPart, ...], list[int]],
+) -> None:
+    parts, distances = group
+    owner = {row: part.owner for part in parts for row in range(part.start, part.stop)}
+    steps = list(own_before_far(parts, distances))
+    arrivals = [at for at, step in enumerate(steps) if isinstance(step, Project)]
+    for step in steps[: max(arrivals, default=0)]:
+        if isinstance(step, Attend):
+            assert {owner[q] for q in range(*step.queries)} == {owner[k] for k in range(*step.keys)}
 
 
 def test_second_server_keeps_half_of_its_attention_for_the_reduce_scatter() -> None:

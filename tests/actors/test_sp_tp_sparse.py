@@ -76,6 +76,8 @@ def brute_force(gang: StrategyRanks, plan: CsaPlan, start: int = 0) -> Forward:
             q_thd[:start], *before, q_positions=torch.arange(start), k_positions=torch.arange(start)
         )
         q_thd, k_thd, v_thd = q_thd[start:], k_thd[start:], v_thd[start:]
+        if plan.importance_layer == "same":
+            judged[0] = oracle.judged_by_window(q_thd, k_thd, plan.importance_window, scale)
         weights = oracle.counts(judged[0])
         _, lse_ht = oracle.attend(q_thd, k_thd, v_thd, weights, scale)
         out_thd = oracle.attend_with_history(q_thd, k_thd, v_thd, weights, scale, before)
@@ -134,6 +136,13 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("levels", [2, 3])
+def test_a_layer_that_judges_itself(gang: StrategyRanks, levels: int, pipelined: bool) -> None:
+    plan = plan_of(levels, 0.6, 16, pipelined=pipelined)
+    check(gang, replace(plan, importance_layer="same"))
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
 def test_in_blocks_of_queries(gang: StrategyRanks, pipelined: bool) -> None:
     with blocks_of(4):
         check(gang, plan_of(3, 0.5, 16, pipelined=pipelined))
@@ -158,7 +167,6 @@ def test_nothing_dropped_is_exact(gang: StrategyRanks, levels: int) -> None:
     ("change", "what"),
     [
         ({"nested": True}, "nested"),
-        ({"importance_layer": "same"}, "same"),
         ({"decode_kept_only": True}, "decode_kept_only is for SP-NTP"),
     ],
 )

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, CsaPlan | None]] = {
     "sp-tp": ("sp_tp", None),
     "sp-tp, sparse": ("sp_tp", plan(0.5)),
     "sp-tp, sparse by all": ("sp_tp", replace(plan(0.5), importance_window=ALL_QUERIES)),
+    "sp-tp, sparse by itself": ("sp_tp", plan(0.5, importance_layer="same")),
     "levels": ("levels", plan(0.0)),
     "csa": ("csa", plan(0.5)),
     "csa by all": ("csa", replace(plan(0.5), importance_window=ALL_QUERIES)),

@@ -173,11 +173,12 @@ def test_outputs_go_back_as_the_engine_sends_them(
                     assert np.array_equal(back_csr[c, owner], expected)
 
 
+@pytest.mark.parametrize("name", ["near_to_far", "own_before_far"])
 @pytest.mark.parametrize("locations", PLACES[1:])
 @given(st.data())
 @settings(max_examples=examples(20))
-def test_near_to_far_is_the_engines_schedule(
-    locations: tuple[str, ...], data: st.DataObject
+def test_steps_of_sp_tp_are_in_the_engines_order(
+    locations: tuple[str, ...], name: str, data: st.DataObject
 ) -> None:
     micros, members = data.draw(st.integers(1, 3)), len(locations)
     distances = [data.draw(st.integers(1, 3)) for _ in locations]
@@ -189,14 +190,14 @@ def test_near_to_far_is_the_engines_schedule(
     ]
     expected = [
         (type(step).__name__, step.part.owner, step.part.index)
-        for step in sp_tp_schedule.near_to_far(parts, distances)
+        for step in getattr(sp_tp_schedule, name)(parts, distances)
         if isinstance(step, sp_tp_schedule.Wait | sp_tp_schedule.HandOn)
     ]
     names = {tp.Arrive: "Wait", tp.HandOn: "HandOn"}
     found = [
         (names[type(step)], step.rows.owner, step.rows.micro)
-        for step in tp.near_to_far(distances, micros)
-        if not isinstance(step, tp.Attend)
+        for step in getattr(tp, name)(distances, micros)
+        if not isinstance(step, tp.Attend | tp.Judge)
     ]
     assert found == expected
 
@@ -209,10 +210,11 @@ def test_gates_are_the_engines_trees(locations: tuple[str, ...]) -> None:
         assert tp.gates(owner, servers, takers) == server_tree(owner, servers, takers).parents
 
 
-def test_sp_tp_computes_every_pair_once() -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_sp_tp_computes_every_pair_once(same: bool) -> None:
     of = group(TWO_SERVERS, heads=8, kv_heads=2, times=ONLY_PAIRS, cores=1.0)
     of = replace(of, times=replace(ONLY_PAIRS), wiring=fast(of))
-    it = exact_cases(levels=1, micro=[[3]])
+    it = replace(exact_cases(levels=1, micro=[[3]]), same_c=np.array([same]))
     tokens = 80
     spans = simulate_tp(of, it, [20] * 4).makespan_c
     assert spans[0] == pytest.approx(8 * tokens * (tokens + 1) / 2)

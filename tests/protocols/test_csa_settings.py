@@ -160,7 +160,6 @@ def test_what_a_group_lacks_is_said(
         {"levels": 2, "importance_layer": "same", "importance_window": 0},
         {"strategy": "tp", "nested": True},
         {"strategy": "tp_flat", "decode_kept_only": True},
-        {"strategy": "tp", "importance_layer": "same"},
     ],
 )
 def test_what_no_group_could_run_is_refused_at_once(fields: dict[str, Any]) -> None:

@@ -339,10 +339,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "csps.strategy: must be 'ntp' with 'decode_kept_only', not 'tp'",
     ),
     (
-        {"csps": {"attention": "csa", "strategy": "tp_flat", "importance_layer": "same"}},
-        "csps.strategy: must be 'ntp' with 'importance_layer': 'same', not 'tp_flat'",
-    ),
-    (
         {"csps": {"attention": "csa", "importance_layer": "same", "importance_window": 0}},
         "csps.importance_window: must be 1 or more",
     ),

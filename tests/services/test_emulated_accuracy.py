@@ -90,6 +90,7 @@ def strategy_of(group: EmulatedGroup) -> MakeStrategy:
         ("ntp", "same", 0.7, 3),
         ("ntp", "same", 0.4, 2),
         ("tp", "previous", 0.6, 3),
+        ("tp", "same", 0.5, 3),
     ],
 )
 def test_one_process_computes_what_ranks_compute(

@@ -76,6 +76,7 @@ class Enumeration:
     judging: tuple[tuple[Literal["ntp", "tp"], Judging], ...] = (
         ("ntp", Judging("same", 64)),
         ("ntp", Judging("previous", 64)),
+        ("tp", Judging("same", 64)),
         ("tp", Judging("previous", 64)),
         ("ntp", Judging("same", 16)),
         ("ntp", Judging("same", 256)),
