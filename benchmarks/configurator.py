@@ -1,8 +1,8 @@
 """What the configurator chooses, against what was measured and against an exhaustive search.
 
     python benchmarks/configurator.py lookup
-    python benchmarks/configurator.py oracle --cluster FILE --accuracy FOLDER [--instances 2 4]
-    sudo python benchmarks/configurator.py simulator --cluster FILE --rate 800mbit
+    python benchmarks/configurator.py oracle [--planted] [--cluster FILE] [--instances 2 4]
+    sudo python benchmarks/configurator.py simulator --sib FILE [--cluster FILE] [--rate 800mbit]
         [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3]
     python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
 
@@ -12,11 +12,11 @@ Each takes less than eight minutes, and `--json FILE` keeps its rows.
 `oracle`: regressors learn from the lengths of `csps train` and are asked for those of the cost
 table's buckets, between them, and for bounds that they have not seen; times are the pipeline
 simulator's. `worse` is the answer's time over the best that an exhaustive search of the same space
-has found, less one, for least TTFT; for least loss it is the difference of the losses.
+has found, less one, for least TTFT; for least loss it is the difference of the losses. Losses are
+what ships of the included model, or planted: growing with what is dropped, so that bounds bind.
 `simulator`: configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
 two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. The
-cluster file's phases are of `csps profile phases`, which times single calls: none of these steps
-is fitted to.
+phases are of `csps profile phases`, which times single calls: none of these steps is fitted to.
 `live`: a server that was profiled and trained. Requests of each kind take turns.
 """
 
@@ -29,6 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,27 @@ from csps.configurator.bound_buckets import LOSSES, TIMES
 from csps.configurator.enumeration import Loss
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.profiles import fit_phases
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import fingerprint, train_direct
+from csps.configurator.regressors.pairs import eligible_pairs
+from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
 from csps.configurator.regressors.training_set import direct_samples, simulated
+from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
 from csps.configurator.search import Answer, Found, Question, chosen, exhaustive
 from csps.loadgen.planner.hardware_file import load_group
+from csps.models.weights_digest import weights_digest
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.options import option_name
 from csps.protocols.plans import BOUNDED, Objective, ObjectiveKind, RequestClass
+from csps.protocols.topology import Topology
+from csps.services.launch.settings import shipped_models
 from csps.services.profiling.option_source import KINDS
 from csps.services.scheduling.cost import Allowed, Bucket, CostTable
 from csps.services.scheduling.latency_shipped import SHIPPED
 
-LEARNED = tuple(1 << exponent for exponent in range(10, 18, 2))
+LEARNED = tuple(1 << exponent for exponent in range(10, 18))
 ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
 """Lengths of the cost table's buckets."""
 HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
@@ -106,7 +114,7 @@ def lookup(arguments: argparse.Namespace) -> Section:
 
 def oracle(arguments: argparse.Namespace) -> Section:
     """Answers to held-out questions beside the Oracle's."""
-    accuracy = AccuracyModel.load(arguments.accuracy, None)
+    accuracy = Planted() if arguments.planted else _shipped()
     groups = [load_group(arguments.cluster, instances=it) for it in arguments.instances]
     answerer = _trained(groups, accuracy)
     rows = []
@@ -122,7 +130,29 @@ def oracle(arguments: argparse.Namespace) -> Section:
     return rows, {"summary": [_summary(rows, kind) for kind in KINDS]}
 
 
-def _trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel) -> Answerer:
+class Planted:
+    """In the place of F_Ad."""
+
+    def of_group(self, locations: Sequence[str], *, layers: int, tokens: int) -> Loss:
+        """The layer before judges worse."""
+        share = eligible_pairs(locations, len(Topology.of(locations).granularities))
+
+        def loss(settings: CsaSettings) -> float:
+            if settings.lossless:
+                return 0.0
+            worse = 1.0 if settings.importance_layer == "same" else 4.0
+            return min(1.0, 0.3 * worse * share * max(map(max, settings.drop_ratios)) ** 3)
+
+        return lambda configurations: list(map(loss, configurations))
+
+
+def _shipped() -> AccuracyModel | Planted:
+    found = shipped_accuracy(weights_digest(shipped_models() / "needle"))
+    assert found is not None, "nothing ships of the included model"
+    return found
+
+
+def _trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> Answerer:
     space = answered_space(groups[0].shape.layers)
     prompts = [
         simulated(group, tokens, space, _loss(accuracy, group, tokens))
@@ -190,7 +220,7 @@ def _summary(rows: Sequence[dict[str, Any]], kind: ObjectiveKind) -> dict[str, A
     }
 
 
-def _loss(accuracy: AccuracyModel, group: SimulatedGroup, tokens: int) -> Loss:
+def _loss(accuracy: AccuracyModel | Planted, group: SimulatedGroup, tokens: int) -> Loss:
     return accuracy.of_group(group.locations, layers=group.shape.layers, tokens=tokens)
 
 
@@ -204,46 +234,56 @@ def simulator(arguments: argparse.Namespace) -> Section:
     from testbed.network import two_servers
 
     iproute.require()
-    group = load_group(arguments.cluster)
+    group = _with_phases(load_group(arguments.cluster), arguments.sib)
     drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
     with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
         rows = asyncio.run(_measured(bed, group, drawn, arguments.rounds))
     errors = [abs(it["error"]) for it in rows]
     summary = {
+        "configurations": len(rows),
         "median_error": statistics.median(errors),
         "p95_error": float(np.quantile(errors, 0.95)),
     }
     return rows, {"summary": summary, "rate": arguments.rate}
 
 
+def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
+    base = ScalingInformationBase.read(sib, None)
+    if base is None:
+        raise SystemExit(f"there is no {sib}; run `csps profile phases`")
+    with base:
+        rows = base.rows(PhaseRow)
+    shape = group.shape
+    times = fit_phases(rows, heads=shape.heads, kv_heads=shape.kv_heads, tp=group.tp)
+    return replace(group, times=times)
+
+
 def _drawn(
     group: SimulatedGroup, count: int, lengths: Sequence[int]
 ) -> list[tuple[CsaSettings, int]]:
-    """Of each length and variant as many, ratios and micro-partitions at random."""
+    """Of each length and variant as many, a third of them exact, ratios and micro-partitions at
+    random; each that is pipelined stands before the same one that is not."""
     draw, space = random.Random(0), answered_space(group.shape.layers)
     ratios, exact = list(space.ratios()), space.exact(group.locations)
     variants = list(space.variants(group.locations))
     found: list[tuple[CsaSettings, int]] = []
-    while len(found) < count:
-        length = lengths[len(found) % len(lengths)]
-        if len(found) % 3 == 0:
-            found.append((draw.choice(exact), length))
-            continue
-        strategy, levels, judging = variants[len(found) % len(variants)]
-        micro = draw.choice(space.micros(levels))
-        found.append(
-            (space.settings(strategy, levels, judging, draw.choice(ratios), micro), length)
-        )
-    return found
+    for number in range(-(-count // 2)):
+        length = lengths[number // 3 % len(lengths)]
+        if number % 3:
+            strategy, levels, judging = variants[number % len(variants)]
+            micro = draw.choice(space.micros(levels))
+            settings = space.settings(strategy, levels, judging, draw.choice(ratios), micro)
+        else:
+            settings = draw.choice(exact)
+        found += [(settings, length), (replace(settings, pipelined=False), length)]
+    return list(dict.fromkeys(found))[:count]
 
 
 async def _measured(
     bed: Any, group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]], rounds: int
 ) -> list[dict[str, Any]]:
     from testbed.gang import GangOptions, prefill_gang
-
-    from csps.services.launch.settings import shipped_models
 
     options = GangOptions(
         model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in drawn)
@@ -297,7 +337,7 @@ def _row(
 def live(arguments: argparse.Namespace) -> Section:
     """Bounds on the loss by turns, and then bounds on TTFT relative to exact attention."""
     with httpx.Client(base_url=arguments.base_url, timeout=300.0) as client:
-        ask = _Asker(client, arguments.length)
+        ask = _Asker(client, arguments.length, arguments.pause)
         wishes = {
             "exact": {"attention": "exact"},
             **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in (0.0, 0.01, 0.05)},
@@ -316,8 +356,8 @@ def live(arguments: argparse.Namespace) -> Section:
 class _Asker:
     """Sends prompts that have nothing in common, one at a time."""
 
-    def __init__(self, client: httpx.Client, length: int) -> None:
-        self._client, self._length = client, length
+    def __init__(self, client: httpx.Client, length: int, pause_s: float) -> None:
+        self._client, self._length, self._pause_s = client, length, pause_s
         self._model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         self._draw = random.Random(time.time_ns())
 
@@ -330,7 +370,7 @@ class _Asker:
                 if number:
                     told[name].append(answer)
             if not number:
-                time.sleep(30.0)  # the configurator answers in the background
+                time.sleep(self._pause_s)  # the configurator answers in the background
         return [self._row(name, wishes[name], answers) for name, answers in told.items()]
 
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
@@ -369,8 +409,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     sections = {"lookup": lookup, "oracle": oracle, "simulator": simulator, "live": live}
     parser.add_argument("what", choices=sections)
-    parser.add_argument("--cluster", help="a file as `csps plan` takes it")
-    parser.add_argument("--accuracy", type=Path, metavar="FOLDER")
+    here = Path(__file__).with_name("needle-two-servers.yaml")
+    parser.add_argument("--cluster", default=str(here), help="a file as `csps plan` takes it")
+    parser.add_argument("--planted", action="store_true", help="a loss that makes bounds bind")
+    parser.add_argument("--sib", type=Path, default=Path("run/scaling-information-base.sqlite"))
+    parser.add_argument("--pause", type=float, default=30.0, help="s, for the configurator")
     parser.add_argument("--instances", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--rate", default="800mbit")

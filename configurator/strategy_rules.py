@@ -37,7 +37,8 @@ class StrategyRules:
         shape: the model's attention, for what each strategy moves.
         link_ratio: how much longer an element takes between servers than inside one.
         accuracy: what sparse attention loses; None if that was never measured.
-        predicted: what accuracy may be traded for; or why there is nothing, for people.
+        predicted: what accuracy may be traded for; or why there is nothing, for people; or None
+            while that is still to be found out.
     """
 
     def __init__(
@@ -46,13 +47,19 @@ class StrategyRules:
         *,
         link_ratio: float = 1.0,
         accuracy: AccuracyModel | None = None,
-        predicted: PredictedOptions | str = "nothing was compared",
+        predicted: PredictedOptions | str | None = "nothing was compared",
     ) -> None:
         self._shape, self._link_ratio = shape, link_ratio
         self._accuracy, self._predicted = accuracy, predicted
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is still to be found out."""
+        return self._predicted is None
+
     def answer(self, questions: StrategyQuestions) -> StrategyChoices:
-        """What requests of buckets of the cost table may choose from."""
+        """What requests of buckets of the cost table may choose from; nothing yet, if that is still
+        to be found out."""
         return StrategyChoices(chosen=tuple(map(self._answer, questions.asked)))
 
     def _answer(self, asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
@@ -62,6 +69,8 @@ class StrategyRules:
         if len(asked.places) == 1:
             return (usual,)  # exact whatever is asked for
         predicted = self._predicted
+        if predicted is None:
+            return () if asked.bounded else (usual,)
         if isinstance(predicted, str):
             return (_without(usual, predicted) if asked.bounded else usual,)
         if not predicted.can_answer(asked):

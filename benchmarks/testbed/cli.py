@@ -19,6 +19,9 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import yaml
 
 from testbed import iproute, ray_cluster
 from testbed.check import check, round_trip_s
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     ray = commands.add_parser("ray-up", help="deploy on two Ray nodes")
     ray.add_argument("--model", default="needle", help="checkpoint directory or shipped model")
     ray.add_argument("--port", type=int, default=8000, help="of the API, on server 0")
+    ray.add_argument("--settings", type=Path, metavar="FILE", help="YAML, beside the testbed's")
     for command, run in ((inside, _exec), (rate, _rate), (measure, _check), (ray, _ray_up)):
         command.add_argument("--bed", help="name, where several are up")
         command.set_defaults(run=run)
@@ -101,7 +105,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _ray_up(args: argparse.Namespace) -> None:
-    url = ray_cluster.start(_bed(args), model=args.model, port=args.port)
+    settings = {} if args.settings is None else yaml.safe_load(args.settings.read_text())
+    url = ray_cluster.start(_bed(args), model=args.model, port=args.port, settings=settings)
     print(f"{url} on server 0; ask it with `testbed exec 0 curl {url}/health`")
 
 

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,8 +56,17 @@ class _Head(RayHead):
         return bool(iproute.pids(self.namespace))
 
 
-def start(bed: Testbed, *, model: str = "needle", port: int = 8000) -> str:
+def start(
+    bed: Testbed,
+    *,
+    model: str = "needle",
+    port: int = 8000,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
     """Start Ray on both servers, deploy, wait until ready; returns the URL, seen from server 0.
+
+    Args:
+        settings: in the place of the testbed's, or besides them.
 
     Where it fails nothing is left of it, and the bed is as it was.
 
@@ -71,7 +80,7 @@ def start(bed: Testbed, *, model: str = "needle", port: int = 8000) -> str:
         head = _head(bed, folder)
         for server in bed.servers:
             _start_node(server, head, folder, started)
-        config = _config(bed, folder, model, port)
+        config = _config(folder, serve_config(bed, model=model, port=port, settings=settings or {}))
         # Ray's REST API and the server's own listen on server 0's loopback only.
         with iproute.entered(bed.servers[0].namespace):
             deploy(config, head, folder)
@@ -182,15 +191,17 @@ def _environment(head: RayHead) -> dict[str, str]:
     }
 
 
-def _config(bed: Testbed, folder: Path, model: str, port: int) -> DeployConfig:
+def _config(folder: Path, written: Mapping[str, Any]) -> DeployConfig:
     """The deployment as an operator would write it down, checked."""
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(serve_config(bed, model=model, port=port), sort_keys=False))
+    path.write_text(yaml.safe_dump(written, sort_keys=False))
     return read_config(path)
 
 
-def serve_config(bed: Testbed, *, model: str, port: int) -> dict[str, Any]:
-    """Two prefill ranks and one decode rank for each server."""
+def serve_config(
+    bed: Testbed, *, model: str, port: int, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Two prefill ranks and one decode rank for each server, unless the settings say otherwise."""
     servers = len(bed.servers)
     args = {
         "model": model,
@@ -200,6 +211,7 @@ def serve_config(bed: Testbed, *, model: str, port: int) -> dict[str, Any]:
         },
         "scheduling": {"spt_tokens": SPT_TOKENS},
         "decode": {"instances": servers, "num_cpus": DECODE_CPUS},
+        **settings,
     }
     application = {
         "name": "csps",

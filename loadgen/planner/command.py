@@ -14,7 +14,7 @@ from csps.configurator.enumeration import Judging, Loss, Space
 from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.accuracy import AccuracyModel
-from csps.configurator.search import Answer, Found, Question, enumerated, exhaustive
+from csps.configurator.search import Answer, Found, Question, compared, enumerated, exhaustive
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
@@ -33,10 +33,27 @@ def main(argv: Sequence[str]) -> int:
     question = Question(group=group, tokens=_tokens(arguments, group), objective=_asked(arguments))
     model = None if arguments.accuracy is None else AccuracyModel.load(arguments.accuracy, None)
     search = exhaustive if arguments.exhaustive else enumerated
-    answer = search(question, _space(group), _loss(model, question))
-    for line in _lines(question, answer, model, arguments):
+    loss = _loss(model, question)
+    answer = search(question, _space(group), loss)
+    by_hand = compared(question, _by_hand(arguments), loss)
+    for line in _lines(question, answer, by_hand, model, arguments):
         print(line)
     return 0 if answer.met else 1
+
+
+def _by_hand(arguments: argparse.Namespace) -> list[CsaSettings]:
+    """What a request with these fields would run by."""
+    if arguments.drop_ratio is None:
+        return []
+    return [
+        CsaSettings(
+            levels=arguments.levels,
+            drop_ratios=tuple((ratio,) for ratio in arguments.drop_ratio),
+            strategy="ntp",
+            importance_layer=arguments.importance_layer,
+            importance_window=arguments.importance_window,
+        )
+    ]
 
 
 def _loss(model: AccuracyModel | None, question: Question) -> Loss:
@@ -83,6 +100,7 @@ def _tokens(arguments: argparse.Namespace, group: SimulatedGroup) -> int:
 def _lines(
     question: Question,
     answer: Answer,
+    by_hand: Sequence[Found],
     model: AccuracyModel | None,
     arguments: argparse.Namespace,
 ) -> Iterator[str]:
@@ -98,6 +116,8 @@ def _lines(
     shown = islice(_different(answer), arguments.runners_up)
     for place, found in enumerate(shown, start=2):
         yield _row(str(place), found)
+    for found in by_hand:
+        yield _row("by hand", found)
     yield ""
     yield from _why(question, answer, model)
 
@@ -194,6 +214,16 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
     )
     parser.add_argument("--runners-up", type=int, default=5)
+    parser.add_argument(
+        "--drop-ratio",
+        type=float,
+        nargs="+",
+        metavar="P",
+        help="also show SP-NTP with these ratios by layer, as a request may fix them",
+    )
+    parser.add_argument("--levels", type=int, help="with --drop-ratio")
+    parser.add_argument("--importance-layer", choices=("same", "previous"), default="same")
+    parser.add_argument("--importance-window", type=int, default=64)
     parser.add_argument(
         "--exhaustive", action="store_true", help="look at everything, which takes longer"
     )

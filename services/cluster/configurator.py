@@ -35,7 +35,10 @@ class Configurator:
 
     async def __init__(self, settings: Settings, secret: ClusterSecret) -> None:  # type: ignore[misc]
         self._flush_spans = tracing.install("csps-configurator", settings.telemetry)
-        self._rules = make_rules(settings)
+        self._rules = make_rules(settings, later=settings.configurator.profile_when_idle)
+        self._profiling: asyncio.Task[None] | None = None
+        if self._rules.waits:
+            self._profiling = asyncio.create_task(self._profile(settings))
         self._rpc = RpcServer({"strategies": self._strategies}, secret=secret.value)
         self._address = await self._rpc.start(listen_host(settings))
 
@@ -50,14 +53,27 @@ class Configurator:
             # Simulating takes seconds, and others ask meanwhile whether this process lives.
             return pack(await asyncio.to_thread(self._rules.answer, questions))
 
+    async def _profile(self, settings: Settings) -> None:
+        """Until what is missing was measured, or cannot be."""
+        from csps.services.profiling.idle_profile import profile_when_idle
+
+        await profile_when_idle(settings)
+        self._rules = await asyncio.to_thread(make_rules, settings)
+
     async def __del__(self) -> None:
+        if self._profiling is not None:
+            self._profiling.cancel()
+            await asyncio.wait({self._profiling})
         await self._rpc.close(CLOSE_GRACE_S)
         self._flush_spans()
 
 
-def make_rules(settings: Settings) -> StrategyRules:
+def make_rules(settings: Settings, *, later: bool = False) -> StrategyRules:
     """The rules for the model, for the links that the operator has measured, and for what was
     profiled.
+
+    Args:
+        later: what is missing will be measured.
 
     Raises:
         CheckpointError: the model's directory does not say.
@@ -66,11 +82,12 @@ def make_rules(settings: Settings) -> StrategyRules:
     from csps.services.profiling.option_source import accuracy_model, predicted_options
 
     accuracy = accuracy_model(settings)
+    predicted = predicted_options(settings, accuracy)
     return StrategyRules(
         attention_shape(settings),
         link_ratio=settings.topology.link_ratio,
         accuracy=None if isinstance(accuracy, str) else accuracy,
-        predicted=predicted_options(settings, accuracy),
+        predicted=None if later and isinstance(predicted, str) else predicted,
     )
 
 

@@ -160,6 +160,13 @@ class KvReuseSettings(Section):
     """Of an instance's slots, for KV that nobody uses. It goes when a request needs its place."""
 
 
+class ConfiguratorSettings(Section):
+    """What fills in the cost table (`docs/sparse-attention.md`)."""
+
+    profile_when_idle: bool = False
+    """Where times of this machine are missing, measure and learn from them while it is idle."""
+
+
 class DeadlineSettings(Section):
     """How long a request's ways inside the cell may take. What has to be transferred counts: a
     deadline is a base, and so much more for every thousand tokens of the prompt."""
@@ -299,6 +306,7 @@ class Settings(Section):
     kv_transfer: KvTransferSettings = KvTransferSettings()
     kv_reuse: KvReuseSettings = KvReuseSettings()
     topology: TopologySettings = TopologySettings()
+    configurator: ConfiguratorSettings = ConfiguratorSettings()
     slo: SloSettings = SloSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

@@ -37,7 +37,7 @@ from csps.services.profiling.option_source import (
 )
 from csps.services.profiling.plan import group_sizes
 
-LENGTHS = tuple(1 << exponent for exponent in range(10, 21, 2))
+LENGTHS = tuple(1 << exponent for exponent in range(10, 21))
 """Tokens of prompts that are learned from, as far as the model takes them."""
 
 

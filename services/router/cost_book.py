@@ -194,13 +194,14 @@ class CostBook:
                 with trace_context.attached(self._trace_of(wanted)):
                     async with asyncio.timeout(ANSWER_S):
                         answer = await self._configure(questions)
-                chosen = dict(zip(wanted, answer.chosen, strict=True))
+                answers = zip(wanted, answer.chosen, strict=True)
             except Exception as exc:  # it may run elsewhere and fail in any way
                 _log.warning("the configurator did not answer (%s); asking again", exc)
                 self._wanted.update(dict.fromkeys(wanted))
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self._enter(chosen)
+            # What is not known yet stays cold, and is asked for again by whoever misses it.
+            self._enter({it: choices for it, choices in answers if choices})
 
     def _trace_of(self, wanted: Sequence[Bucket]) -> dict[str, str]:
         """That of a request for which a bucket is wanted, which then shows the question."""

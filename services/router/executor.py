@@ -178,14 +178,15 @@ class Executor:
         self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]
     ) -> None:
         """End requests whose bounds this step would break, if they want that."""
+        strict = [it for it in sequences if it.running.generation.refuses and not it.over]
+        if not strict:
+            return
         loss = self._costs.loss(_bucket(command, gang), command.strategy)
-        overhead_ns = self._costs.overhead_ns
-        for sequence in sequences:
-            running = sequence.running
-            if running.generation.refuses and not sequence.over:
-                ttft_s = (command.ends_ns + overhead_ns) / 1e9 - running.marks.submitted
-                if running.generation.objective.met(ttft_s * 1e3, loss) is False:
-                    self._reports.fail(sequence, BoundNotMet(ttft_ms=ttft_s * 1e3, loss=loss))
+        ends_s = (command.ends_ns + self._costs.overhead_ns) / 1e9
+        for sequence in strict:
+            ttft_ms = (ends_s - sequence.running.marks.submitted) * 1e3
+            if sequence.running.generation.objective.met(ttft_ms, loss) is False:
+                self._reports.fail(sequence, BoundNotMet(ttft_ms=ttft_ms, loss=loss))
 
     def _launch_or_fail(
         self, command: commands.RunStep, gang: GangClient, sequences: list[LiveSequence]

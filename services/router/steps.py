@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from csps.protocols.gang_client import GangClient
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.messages import PrefillDone
+from csps.protocols.options import parse_option
 from csps.protocols.topology import Location
 from csps.services.router.elastic_events import ElasticEvents
 from csps.services.router.sequences import InstanceRanks, LiveSequence
@@ -116,7 +117,7 @@ def _figures(step: _RunningStep) -> StepFigures:
     gang = step.undone.gang
     places = [Location.parse(it) for it in gang.locations]
     return StepFigures(
-        strategy=step.command.strategy,
+        strategy=parse_option(step.command.strategy).strategy,
         sp=len(step.command.group),
         tokens=sum(piece.length for piece in step.command.pieces),
         ranks=step.figures,

@@ -95,7 +95,10 @@ def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
 def test_what_was_measured_safe_is_taken_and_explained(
     cluster: Path, accuracy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = planned(capsys, cluster, "--accuracy", str(accuracy), "--max-accuracy-loss", "0.01")
+    wish = ("--max-accuracy-loss", "0.01", "--drop-ratio", "0.5", "--importance-layer", "previous")
+    lines = planned(capsys, cluster, "--accuracy", str(accuracy), *wish)
+    (by_hand,) = (line for line in lines if line.startswith("by hand"))
+    assert by_hand.split()[-1] == "10.0%"
     chosen = lines[3].split()
     assert chosen[:2] == ["chosen", "csa"]
     assert 0.5 < float(chosen[3]) <= 0.82

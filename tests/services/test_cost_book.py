@@ -5,9 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_gangs import until
 
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.plans import StrategyChoices, StrategyQuestions
+from csps.protocols.plans import (
+    Objective,
+    RequestClass,
+    StrategyChoice,
+    StrategyChoices,
+    StrategyQuestions,
+)
 from csps.services.router import cost_book
 from csps.services.router.cost_book import CostBook
 from csps.services.scheduling.commands import Piece, RunStep
@@ -69,6 +76,32 @@ def test_any_tensor_parallelism_has_a_prediction(tp: int) -> None:
     for strategy in ("auto", "csa/5e1f", "sp_tp/12"):
         assert TABLE.best(strategy, GroupShape((2, 2), tp), 0, TOKENS).time_ns > 0
     assert TABLE.iteration_ns(2, tp, 4, 10_000) > 0
+
+
+async def test_what_is_not_known_yet_stays_cold_and_is_asked_for_again() -> None:
+    """The second time there is an answer."""
+    answers = [(), (StrategyChoice(strategy="ulysses", reason="at last"),)]
+
+    async def later(questions: StrategyQuestions) -> StrategyChoices:
+        return StrategyChoices(chosen=(answers.pop(0),))
+
+    told: list[AnyEvent] = []
+    book = CostBook(TABLE, later)
+    book.start(told.append)
+    cls = RequestClass(objective=Objective(max_accuracy_loss=0.1))
+
+    def misses() -> bool:
+        assert book.costs.best(cls.key, GroupShape((2,)), 0, TOKENS).cold
+        book.look()
+        return not answers
+
+    await until(misses)
+    await until(lambda: bool(told))
+    (event,) = told
+    assert isinstance(event, Calibrated)
+    book.costs.use(event.digest)
+    assert not book.costs.best(cls.key, GroupShape((2,)), 0, TOKENS).cold
+    await book.close()
 
 
 async def test_nothing_is_asked_for_classes_that_were_forgotten() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from measured_rows import accuracy_row as row
+from measured_rows import add_times
 
 from csps.configurator.predicted_options import PredictedOptions
 from csps.configurator.regressors.accuracy import AccuracyModel
@@ -15,9 +17,6 @@ from csps.configurator.regressors.direct import DirectModel
 from csps.configurator.regressors.measured import PLAIN_TEXT, accuracy_samples, places_of
 from csps.configurator.regressors.saved import DESCRIPTION
 from csps.configurator.scaling_information_base import (
-    AccuracyRow,
-    LinkRow,
-    PhaseRow,
     ScalingInformationBase,
 )
 from csps.protocols.errors import ConfigError
@@ -37,24 +36,6 @@ from csps.services.profiling.option_source import (
 )
 
 
-def row(ratio: float, right: int, *, kind: str = "single", questions: int = 100) -> AccuracyRow:
-    return AccuracyRow(
-        kind=kind,
-        tokens=4_096,
-        strategy="ntp",
-        levels=3,
-        drop_ratio=ratio,
-        importance_layer="same",
-        importance_window=64,
-        group_shape="2+2",
-        questions=questions,
-        right_exact=questions,
-        right=right,
-        divergence=0.0,
-        date="d",
-    )
-
-
 @pytest.fixture
 def config(tiny_llama: Path, tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
@@ -65,28 +46,6 @@ def config(tiny_llama: Path, tmp_path: Path) -> Path:
     application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
     path.write_text(yaml.safe_dump({"applications": [application]}))
     return path
-
-
-def add_times(base: ScalingInformationBase) -> None:
-    for size in (8, 100_000):
-        seconds = 1e-4 + size * 1e-9
-        base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
-    for phase in ("qkv", "attention", "linear", "mlp"):
-        for tokens in (100, 1_000):
-            base.add(
-                PhaseRow(
-                    strategy="any",
-                    group_shape="1",
-                    tp=1,
-                    phase=phase,
-                    tokens=tokens,
-                    keys=tokens,
-                    bytes=0,
-                    seconds=tokens * 1e-6,
-                    load=0.0,
-                    date="d",
-                )
-            )
 
 
 def test_of_kinds_of_questions_the_worst_counts_and_rows_of_a_kind_add_up() -> None:

@@ -1,0 +1,52 @@
+"""Rows of a scaling information base as nobody has measured them."""
+
+from __future__ import annotations
+
+from csps.configurator.scaling_information_base import (
+    AccuracyRow,
+    LinkRow,
+    PhaseRow,
+    ScalingInformationBase,
+)
+
+
+def accuracy_row(
+    ratio: float, right: int, *, kind: str = "single", questions: int = 100
+) -> AccuracyRow:
+    return AccuracyRow(
+        kind=kind,
+        tokens=4_096,
+        strategy="ntp",
+        levels=3,
+        drop_ratio=ratio,
+        importance_layer="same",
+        importance_window=64,
+        group_shape="2+2",
+        questions=questions,
+        right_exact=questions,
+        right=right,
+        divergence=0.0,
+        date="d",
+    )
+
+
+def add_times(base: ScalingInformationBase) -> None:
+    for size in (8, 100_000):
+        seconds = 1e-4 + size * 1e-9
+        base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
+    for phase in ("qkv", "attention", "linear", "mlp"):
+        for tokens in (100, 1_000):
+            base.add(
+                PhaseRow(
+                    strategy="any",
+                    group_shape="1",
+                    tp=1,
+                    phase=phase,
+                    tokens=tokens,
+                    keys=tokens,
+                    bytes=0,
+                    seconds=tokens * 1e-6,
+                    load=0.0,
+                    date="d",
+                )
+            )
