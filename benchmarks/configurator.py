@@ -376,7 +376,7 @@ class _Asker:
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         body = {
             "model": self._model,
-            "prompt": [self._draw.randrange(10, 1024) for _ in range(self._length)],
+            "prompt": [self._draw.randrange(10, 250) for _ in range(self._length)],
             "max_tokens": 1,
             "temperature": 0,
             "csps": {"explain": True, **wish},

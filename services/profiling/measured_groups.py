@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from csps.configurator.scaling_information_base import LinkRow, PhaseRow, Scalin
 from csps.configurator.shapes import AttentionShape
 from csps.models.spec import ModelSpec, read_spec
 from csps.protocols.topology import Topology
+from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.settings import Settings
 from csps.services.profiling.links import INSIDE
 
@@ -27,6 +29,9 @@ class MeasuredGroups:
     inside: LinkSpeed
     between: LinkSpeed
     itemsize: int
+    cores: float | None = None
+    """Of a server, over the threads of those of its ranks that are simulated as one; None where
+    each rank has a device of its own."""
 
     @classmethod
     def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredGroups:
@@ -36,6 +41,8 @@ class MeasuredGroups:
         inside = link_speed(base.rows(LinkRow), INSIDE)
         slower = settings.topology.link_ratio
         element = 4 if settings.dtype == "float32" else 2
+        gang = settings.prefilling
+        on_gpu = resolve_device(settings.device, gang.num_gpus) == "cuda"
         return cls(
             shape=shape_of(spec, settings),
             tp=tp,
@@ -43,11 +50,15 @@ class MeasuredGroups:
             inside=inside,
             between=LinkSpeed(bytes_per_s=inside.bytes_per_s / slower, latency_s=inside.latency_s),
             itemsize=element,
+            cores=None if on_gpu else (os.cpu_count() or 1) / (gang.threads * gang.tp),
         )
 
     def of_places(self, places: Sequence[str]) -> SimulatedGroup:
         """Instances at Rack-Server-GPU ids, ascending."""
         servers = [it.server_id for it in Topology.of(places).locations]
+        numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
+        most = max(map(servers.count, numbers))
+        sharing = self.cores is not None and self.cores < most
         return SimulatedGroup(
             shape=self.shape,
             locations=tuple(places),
@@ -55,6 +66,8 @@ class MeasuredGroups:
             times=self.times,
             wiring=Wiring.of_servers(servers, inside=self.inside, between=self.between),
             itemsize=self.itemsize,
+            cores_of=tuple(numbers[it] for it in servers) if sharing else None,
+            cores=(self.cores,) * len(numbers) if sharing and self.cores is not None else (),
         )
 
     def of_servers(self, servers: Sequence[int], tp: int) -> SimulatedGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from csps.services.launch.deploy_config import read_config
 from csps.services.launch.settings import Settings
 from csps.services.profiling import train
 from csps.services.profiling.identity import identity_of
+from csps.services.profiling.measured_groups import MeasuredGroups
 from csps.services.profiling.option_source import (
     KINDS,
     UNKNOWN,
@@ -155,3 +157,20 @@ def test_groups_lie_where_the_gang_that_prefills_does(
         add_times(base)
         groups = train._groups(base, settings)
     assert [it.locations for it in groups] == [("0-0-0",), ("0-0-0", "0-1-0")]
+
+
+@pytest.mark.parametrize(("cores", "shared"), [(2, None), (1, (0, 0, 1))])
+def test_ranks_of_a_server_share_its_cores_where_these_are_fewer(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    shared: tuple[int, ...] | None,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    settings = Settings.model_validate({"model": str(tiny_llama), "prefill": {"instances": 3}})
+    with ScalingInformationBase.create(tmp_path / "sib.sqlite", identity_of(settings)) as base:
+        add_times(base)
+        group = MeasuredGroups.read(base, settings).of_servers((2, 1), 1)
+    assert group.cores_of == shared
+    assert group.cores == (() if shared is None else (1.0, 1.0))
