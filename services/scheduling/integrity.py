@@ -15,6 +15,9 @@ def check_books(
     """Assert that no slot, step, sequence, request or segment was lost track of."""
     _check_slots(gangs, sequences, steps, prefix)
     _check_prefix(gangs, sequences, steps, prefix)
+    for request in requests.live.values():
+        if request.waiting and not request.attempts:
+            prefix.check_known(request)
     _check_steps(gangs, steps)
     _check_sequences(gangs, requests, sequences)
     _check_line(requests)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId
-from csps.services.scheduling.prefix.index import Cached, PrefixIndex
+from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.requests import Requests
-from csps.services.scheduling.state import Line, Pair, Request
+from csps.services.scheduling.state import Cached, Line, Pair, Request
 from csps.services.scheduling.turn import Turn
 from csps.services.scheduling.view import RequestView
 

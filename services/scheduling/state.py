@@ -9,7 +9,7 @@ Times are integer nanoseconds, sizes tokens; one token occupies one KV slot of a
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -123,6 +123,17 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return min(self.prefill.max_positions, self.decode.max_positions)
 
 
+class Cached(NamedTuple):
+    """The beginning of a prompt that a gang has kept KV of."""
+
+    tokens: int
+    """Fewer than the prompt has: its last token draws the first one of the answer."""
+    shares: tuple[Share, ...]
+    """Where they lie."""
+    taken: dict[InstanceId, int]
+    """Slots that are free no longer once they are used."""
+
+
 class Request(Live, kw_only=True, eq=False):
     """An admitted request that has not ended."""
 
@@ -143,6 +154,8 @@ class Request(Live, kw_only=True, eq=False):
     """Since when those that pass it are held against `overtaking_s`."""
     hashes: tuple[bytes, ...] = ()
     """Of the client's prompt, block by block; none if its KV is not to be kept or reused."""
+    kept: dict[GangId, tuple[int, Cached | None]] = msgspec.field(default_factory=dict)
+    """What gangs had of it at a version of their trees (`prefix/index.py`)."""
     passed_rounds: int = 0
     """Rounds in which younger ones went first."""
     drawn: int = 0

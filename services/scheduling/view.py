@@ -251,7 +251,7 @@ class CostView(Protocol):
 
 
 class CachedView(Protocol):
-    """The beginning of a prompt that a gang has kept KV of (`prefix.index.Cached`)."""
+    """The beginning of a prompt that a gang has kept KV of (`state.Cached`)."""
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import NamedTuple
 
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import Keep, Release, Share
@@ -15,19 +14,8 @@ from csps.services.scheduling.ledger import Ledger
 from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.prefix.tree import Hashes, Tree
 from csps.services.scheduling.shares import tokens_on, within
-from csps.services.scheduling.state import Gang, Instance, Request, Use
+from csps.services.scheduling.state import Cached, Gang, Instance, Request, Use
 from csps.services.scheduling.turn import Turn
-
-
-class Cached(NamedTuple):
-    """The beginning of a prompt that a gang has kept KV of."""
-
-    tokens: int
-    """Fewer than the prompt has: its last token draws the first one of the answer."""
-    shares: tuple[Share, ...]
-    """Where they lie."""
-    taken: dict[InstanceId, int]
-    """Slots that are free no longer once they are used."""
 
 
 class PrefixIndex:
@@ -70,7 +58,12 @@ class PrefixIndex:
         nothing. After a fault a request computes all of its prompt."""
         if not request.hashes or request.attempts:
             return None
-        return self.beginning(request, gang, request.prompt_tokens - 1)
+        version = self.trees[gang].version
+        known = request.kept.get(gang)  # a policy asks several times in a round
+        if known is None or known[0] != version:
+            found = self.beginning(request, gang, request.prompt_tokens - 1)
+            known = request.kept[gang] = version, found
+        return known[1]
 
     def beginning(self, request: Request, gang: GangId, most: int) -> Cached | None:
         """The same, of the prompt's first tokens."""
@@ -224,6 +217,13 @@ class PrefixIndex:
         used = self.trees[gang.id].used
         for it in gang.instances:
             it.reclaimable = self._held[it.id] - used.get(it.id, 0)
+
+    def check_known(self, request: Request) -> None:
+        """Assert that what a request knows is so, or known to be out of date."""
+        for gang, (version, found) in request.kept.items():
+            if gang in self.trees and version == self.trees[gang].version:
+                most = request.prompt_tokens - 1
+                assert found == self.beginning(request, gang, most), "what is kept of a prompt"
 
     def check(self, uses: Iterable[Use], instances: Iterable[Instance]) -> None:
         """Assert that trees, slots and what instances have to say agree."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import DecodePlacement, Ride, StartPlan
 from csps.services.scheduling.ids import GangId, RequestId, gang_of
-from csps.services.scheduling.prefix.index import Cached, PrefixIndex
+from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.shares import same
-from csps.services.scheduling.state import Pair, Request
+from csps.services.scheduling.state import Cached, Pair, Request
 
 Live = dict[RequestId, Request]
 Reused = dict[RequestId, Cached]

@@ -51,6 +51,8 @@ class Tree:
         self._roots: dict[bytes, Segment] = {}
         self._recent: dict[Segment, None] = {}
         """All of them, the one whose use is longest ago first: each after all behind it."""
+        self.version = 0
+        """Another one as soon as `match`, `shares` or `unused` may answer otherwise."""
         self.kept: dict[InstanceId, int] = {}
         """Tokens of all segments, by instance."""
         self.used: dict[InstanceId, int] = {}
@@ -114,6 +116,7 @@ class Tree:
         self._add_user(segment, -1)
 
     def _add_user(self, last: Segment, change: int) -> None:
+        self.version += 1
         for it in _upwards(last):
             before, it.users = it.users, it.users + change
             if not before or not it.users:
@@ -151,6 +154,7 @@ class Tree:
             origin=shares[0].origin,
             shares=within(shares, Span(here, stop)),
         )
+        self.version += 1
         self._children_of(parent)[new.hashes[0]] = new
         self._count(self.kept, new, 1)
         self._touch(new)
@@ -178,6 +182,7 @@ class Tree:
 
     def _remove(self, segment: Segment) -> list[Segment]:
         """The segment and all behind it."""
+        self.version += 1
         del self._children_of(segment.parent)[segment.hashes[0]]
         gone = [segment]
         for it in gone:
@@ -191,6 +196,7 @@ class Tree:
         the same object, which those hold that use all of it."""
         if at == self.stop(segment):
             return segment
+        self.version += 1
         blocks, stop = (at - segment.start) // self._block, self.stop(segment)
         assert 0 < blocks < len(segment.hashes), "a cut outside of a segment"
         front = Segment(
