@@ -64,8 +64,9 @@ def rank_world(ranks: int, data_group: GroupMaker | None = STRICT) -> Iterator[R
 
     with ThreadPoolExecutor(ranks) as threads:
         meshes = list(threads.map(join, range(ranks), timeout=DEADLINE_S))
+    world = RankWorld(meshes)
     try:
-        yield RankWorld(meshes)
+        yield world
     finally:
-        for mesh in meshes:
-            mesh.close()
+        # At once: gloo takes 60 ms for each to time out.
+        world.each(ranks, lambda rank: meshes[rank].close())

@@ -438,7 +438,7 @@ TestAnySequence.settings = settings(max_examples=examples(100), stateful_step_co
 
 
 def lives(rng: random.Random, rids: Iterator[int]) -> Iterator[tuple[int, int, int]]:
-    for _ in range(60):
+    for _ in range(20):
         yield next(rids), rng.randint(1, 40), rng.randint(1, 10)
 
 

@@ -256,7 +256,7 @@ def assert_fits(counts: Counter[int], probs: dict[int, float]) -> None:
 )
 @pytest.mark.parametrize("vary", ["index", "seed"])
 def test_draws_follow_the_exact_distribution(sampling: Sampling, vary: str) -> None:
-    logits_v, draws = logits_of(8, scale=1.0), 5000
+    logits_v, draws = logits_of(8, scale=1.0), 2500
     scores = reference_scores(logits_v.tolist(), sampling, [], [])
     if vary == "index":
         sampler = TokenSampler(replace(sampling, seed=42), VOCAB)

@@ -67,7 +67,10 @@ def test_one_group_is_lindleys_recursion_bit_for_bit() -> None:
         assert (outcome.started_ns, outcome.first_token_ns) == (began, free_ns)
 
 
-@pytest.mark.parametrize("load", [0.5, 0.8, 0.9])
+@pytest.mark.parametrize(
+    "load",
+    [pytest.param(0.5, marks=pytest.mark.slow), 0.8, pytest.param(0.9, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("constant", [False, True])
 def test_the_mean_wait_is_pollaczek_and_khinchines(load: float, constant: bool) -> None:
     """M/G/1 and, with constant lengths, M/D/1. Independent runs, for the error of the mean."""
