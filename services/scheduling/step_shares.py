@@ -86,8 +86,11 @@ def slots_of(step: StepShape, histories: Histories) -> dict[InstanceId, int]:
 
 def _coming(keep: tuple[Share, ...], there: Sequence[Share]) -> Iterator[Share]:
     """What an instance is to keep and does not have."""
+    having: dict[InstanceId, list[Share]] = {}
+    for it in there if keep else ():
+        having.setdefault(it.instance, []).append(it)
     for share in keep:
-        yield from outside([share], [it for it in there if it.instance == share.instance])
+        yield from outside([share], having.get(share.instance, ()))
 
 
 Lying = dict[RequestId, tuple[Share, ...]]
@@ -127,6 +130,7 @@ def _extend(lying: Lying, step: PlannedStep, placed: Mapping[RequestId, tuple[Sh
         if piece.request in placed:
             lying[piece.request] = (*before, *within(placed[piece.request], chunk_of(piece)))
         elif piece.keep:
-            lying[piece.request] = (*outside(before, piece.keep), *piece.keep)
+            moved = [it for it in piece.keep if it.start < piece.start]
+            lying[piece.request] = (*outside(before, moved), *piece.keep)
         else:
             lying[piece.request] = (*before, *rows)
