@@ -68,6 +68,26 @@ def striped(length: int, parts: int) -> Layout:
     return tuple(_spans(Span(i, max(i, length), parts)) for i in range(parts))
 
 
+def striped_of(tokens: Sequence[int]) -> Layout:
+    """Striped whose parts have so many tokens each: parts take turns, from the beginning on, until
+    they have theirs. Of equal parts it is `striped`."""
+    spans: list[list[Span]] = [[] for _ in tokens]
+    start = reached = 0
+    for count in sorted(set(tokens)):
+        taking = [part for part, wanted in enumerate(tokens) if wanted >= count]
+        stop = start + (count - reached) * len(taking)
+        for turn, part in enumerate(taking):
+            spans[part].append(Span(start + turn, max(start + turn, stop), len(taking)))
+        start, reached = stop, count
+    return tuple(_spans(*it) for it in spans)
+
+
+RING_LAYOUTS: Mapping[str, Callable[[Sequence[int]], Layout]] = {
+    "zigzag": zigzag_of,
+    "striped": striped_of,
+}
+"""Those that share causal attention evenly, from how many tokens each part has."""
+
 LAYOUTS: Mapping[str, Callable[[int, int], Layout]] = {
     "contiguous": even,
     "zigzag": zigzag,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 from csps.protocols.placement import Layout, rest_of
 from csps.protocols.span import Span
@@ -88,7 +89,8 @@ def parts(span: Span, shares: Iterable[Share]) -> bool:
 def placed_once(start: int, stop: int, shares: Sequence[Share]) -> bool:
     """The same of positions [start, stop)."""
     position = start
-    for it in shares:  # mostly they follow one upon another, and a span takes microseconds to make
+    # Mostly one follows upon another, and a span takes microseconds to make.
+    for it in sorted(shares, key=attrgetter("start")):
         if not (it.start == position < it.stop and it.step == 1):
             return Span(start, stop).parted_by([it.span for it in shares])
         position = it.stop

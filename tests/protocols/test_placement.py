@@ -14,6 +14,7 @@ from csps.protocols.placement import (
     place,
     round_robin,
     striped,
+    striped_of,
     zigzag,
     zigzag_of,
 )
@@ -108,6 +109,23 @@ def test_zigzag_of_parts_that_differ_is_of_as_many_tokens(tokens: list[int]) -> 
     assert every == list(range(sum(tokens)))
     if len(set(tokens)) == 1 and tokens[0] % 2 == 0:
         assert layout == zigzag(sum(tokens), len(tokens))
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8))
+def test_striped_of_parts_that_differ_takes_turns(tokens: list[int]) -> None:
+    layout = striped_of(tokens)
+    left, expected = list(tokens), []
+    while any(left):
+        for part in range(len(left)):
+            if left[part]:
+                left[part] -= 1
+                expected.append(part)
+    parts = {at: part for part, spans in enumerate(layout) for it in spans for at in it.positions}
+    assert [parts[at] for at in range(sum(tokens))] == expected
+    assert sum(it.length for spans in layout for it in spans) == sum(tokens)
+    if len(set(tokens)) == 1:
+        assert layout == striped(sum(tokens), len(tokens))
 
 
 @settings(max_examples=examples(100))

@@ -70,3 +70,10 @@ def test_policies_lay_them_out(policy: str, strategy: str) -> None:
     spans = [(it.instance, it.start, it.stop) for it in piece.rows]
     first, second = step.group
     assert spans == [(first, 0, 250), (first, 750, 1000), (second, 250, 500), (second, 500, 750)]
+
+
+def test_tetris_stripes_them_where_it_is_told_to() -> None:
+    picture = Picture([waiting(1, 1000, cls="ring_kv/exact")], [Busy(), Busy()])
+    (plan,) = plans(list(picture.ask(make_policy("tetris", {"layout": "striped"}))))
+    ((piece,),) = [step.pieces for step in plan.steps]
+    assert [(it.start, it.stop, it.step) for it in piece.rows] == [(0, 999, 2), (1, 1000, 2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from csps.protocols.errors import ConfigError, abridged, nearest
+from csps.protocols.placement import RING_LAYOUTS
 from csps.services.scheduling.policies.option_checks import check_least
 from csps.services.scheduling.policies.tetris.improvement import ImprovementRates, Records
 
@@ -25,6 +26,8 @@ class TetrisOptions:
     """Tokens of the shortest chunk of a prompt that is cut."""
     chunked: bool = True
     """Whether prompts are cut at all; without it every prompt is one chunk."""
+    layout: str = "zigzag"
+    """Of a chunk's rows where it is computed around a ring."""
 
     def __post_init__(self) -> None:
         check_least(self, 1, "min_chunk")
@@ -35,6 +38,9 @@ class TetrisOptions:
                 raise ConfigError(f"option improvement_rate: unknown {abridged(rate)}{hint}")
         elif not 0 <= rate < 1:
             raise ConfigError(f"option improvement_rate must be in [0, 1), not {rate}")
+        if self.layout not in RING_LAYOUTS:
+            hint = nearest(self.layout, RING_LAYOUTS)
+            raise ConfigError(f"option layout: unknown {abridged(self.layout)}{hint}")
         _ = self.rates
 
     @property

@@ -31,7 +31,7 @@ from csps.services.scheduling.policies.reuse import NOTHING
 from csps.services.scheduling.policies.tetris.balance import balanced
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
-from csps.services.scheduling.ring_rows import in_zigzag
+from csps.services.scheduling.ring_rows import in_layout
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
 from csps.services.scheduling.view import CachedView, CostView, PairView, RequestView, View
@@ -225,7 +225,7 @@ class _Pair:
             strategy=choice.strategy,
             predicted_ns=choice.time_ns,
         )
-        return in_zigzag(step)
+        return in_layout(step, self._options.layout)
 
 
 def _shares(chunks: Sequence[Chunk], slots: Sequence[int]) -> list[list[int]] | None:

@@ -174,6 +174,7 @@ def test_a_higher_rate_keeps_groups_small() -> None:
         ({"min_chunk": 0}, "must be at least 1"),
         ({"min_chnk": 5}, "did you mean 'min_chunk'"),
         ({"chunked": 1}, "must be true or false"),
+        ({"layout": "stripe"}, "did you mean 'striped'"),
         ({"sp": 8}, "it is one of fixed_sp"),
     ],
 )
