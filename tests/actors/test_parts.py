@@ -130,8 +130,20 @@ def test_both_ends_of_a_message_are_begun_between_the_same_parts(
         run(gang, job).check(job)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "levels", "sp_tp", "sp_tp_flat"])
-def test_the_same_with_members_that_have_no_heads(gangs: Gangs, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "planned"),
+    [
+        ("ulysses", False),
+        ("levels", True),
+        ("sp_tp", True),
+        ("sp_tp", False),
+        ("sp_tp_flat", True),
+        ("sp_tp_flat", False),
+    ],
+)
+def test_the_same_with_members_that_have_no_heads(
+    gangs: Gangs, strategy: str, planned: bool
+) -> None:
     places = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
     plan = CsaPlan.uniform(places, levels=2, layers=LAYERS, micro_partitions=2)
     shares = [KvShare(instance=5, span=Span(start=0, stop=9))]
@@ -141,7 +153,7 @@ def test_the_same_with_members_that_have_no_heads(gangs: Gangs, strategy: str) -
         starts=[9],
         history=[shares],
         strategy=strategy,
-        csa=None if strategy == "ulysses" else plan,
+        csa=plan if planned else None,
     )
     with blocks_of(4):
         run(gangs("gqa", 6, 1), job).check(job)
