@@ -238,7 +238,8 @@ class Story:
         cell.submit(job_of([self.request.piece()], group), self.request.prompt)
         await cell.join(self.request)
         for number in range(plan.moves):
-            await cell.until(lambda number=number: len(cell.tokens(rid)) > number)  # type: ignore[misc]
+            drawn = min(number + 1, plan.tokens)
+            await cell.until(lambda drawn=drawn: len(cell.tokens(rid)) >= drawn)  # type: ignore[misc]
             after = self._place()
             seen = len(cell.about(RowMoved, rid=rid))
             cell.move(self.request, self._placed, after)
@@ -251,6 +252,8 @@ class Story:
                     cell.finished(rid) or len(cell.about(RowMoved, rid=rid)) >= seen + ranks
                 )
             )
+            if cell.finished(rid):
+                break  # nothing of a row that has ended is moved
         if plan.end:
             cell.cancel(rid)
             await cell.freed(rid)

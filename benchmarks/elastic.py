@@ -1,0 +1,379 @@
+"""What elasticity costs and gains on one elastic gang of real ranks, without a router.
+
+    python benchmarks/elastic.py [--instances 4] [--lengths 2048 8192] [--json FILE]
+
+- *scale-down*: a prompt that all instances compute and one keeps, of which storing what comes by
+  and sending the last layer is the cost (proactive, LoongServe §4.1); beside it the same prompt
+  kept where it was computed and moved to one instance afterwards, while it decodes (reactive)
+- *preemption*: time between the tokens of a row that decodes on an instance, alone and beside a
+  prompt that all instances compute
+- *scale-up*: an iteration of batches whose prompts lie on one instance, drawn and kept by it, and
+  drawn and kept by two without a token being moved
+- *masters*: an iteration of batches whose KV lies on two instances, drawn by one and by both
+- *Eq. 7*: LoongServe's time of a prefill iteration, fitted to some steps of all instances and
+  compared with others
+
+Medians of `--rounds`. Ranks have one thread each, whatever cores there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import secrets
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+
+from csps.actors.rank_config import RankConfig
+from csps.protocols.gang_client import GangClient
+from csps.protocols.messages import (
+    CancelRequest,
+    JoinBatch,
+    KvLanded,
+    PrefillDone,
+    RequestFailed,
+    Reserve,
+    SlotsFreed,
+)
+from csps.protocols.placement import KvShare, place, striped
+from csps.protocols.prefill_job import PrefillJob, PrefillPiece
+from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement
+from csps.protocols.sampling import Sampling
+from csps.protocols.schema import pack, unpack
+from csps.protocols.span import Span
+from csps.protocols.tokens import Tokens
+from csps.services.profiling.rank_processes import RankProcesses
+from csps.services.scheduling.latency_fit import StepMeasurement, fit_step
+
+MODEL = Path(__file__).parent.parent / "models" / "needle"
+CALL_S, WAIT_S = 60.0, 300.0
+Row = dict[str, Any]
+ANSWER = 3000
+"""More tokens than are drawn before a row is given up."""
+
+
+def main() -> None:
+    """Print a table and the figures."""
+    parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
+    parser.add_argument("--instances", type=int, default=4)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=1024, help="of each row of a batch")
+    parser.add_argument("--iterations", type=int, default=100, help="of each batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    downs, others = asyncio.run(_measure(args))
+    for rows in others.values():
+        report.print_table(rows)
+    figures = {"instances": args.instances, "rounds": args.rounds, "context": args.context}
+    report.publish({"benchmark": "elastic", **figures, **others}, downs, args.json)
+
+
+async def _measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Row]]]:
+    """What scaling down costs, and all else by what it is."""
+    async with _gang(args.instances) as gang:
+        await gang.prefill(512, gang.everyone, [0])  # warms up
+        downs = [await _scale_down(gang, length, args.rounds) for length in args.lengths]
+        return downs, {
+            "preemption": [await _preemption(gang, max(args.lengths), args.iterations)],
+            "scale_up": [await _scale_up(gang, it, args) for it in args.batches],
+            "masters": [await _masters(gang, it, args) for it in args.batches],
+            "equation_7": await _equation_7(gang, args),
+        }
+
+
+async def _scale_down(gang: _Gang, length: int, rounds: int) -> Row:
+    found = defaultdict(list)
+    for _ in range(rounds):
+        down = await gang.prefill(length, gang.everyone, [0])
+        found["prefill_s"].append(_seconds(down))
+        found["scale_down_share"].append(max(it.placing_s for it in down) / _seconds(down))
+        found["scale_down_bytes"].append(sum(it.placed_bytes for it in down))
+        row, kept = await gang.decode(length, gang.everyone, gang.everyone)
+        moved = await gang.move(row, length, gang.everyone, [0])
+        await gang.forget([row])
+        found["migrate_share"].append(max(it.seconds for it in moved) / _seconds(kept))
+        found["migrate_bytes"].append(sum(it.sent_bytes for it in moved))
+    return {"tokens": length, **_medians(found)}
+
+
+async def _preemption(gang: _Gang, length: int, tokens: int) -> Row:
+    row, _ = await gang.decode(1024, [0], [0])
+    await gang.until(lambda: len(gang.stamps[row]) > tokens)
+    alone = _gaps(gang.stamps[row])
+    begun = len(gang.stamps[row])
+    done = await gang.prefill(length, gang.everyone, [1 % len(gang.everyone)])
+    beside = _gaps(gang.stamps[row][begun - 1 :])
+    await gang.forget([row])
+    return {
+        "tokens": length,
+        "prefill_s": _seconds(done),
+        "alone_p50_ms": 1e3 * statistics.median(alone),
+        "beside_p50_ms": 1e3 * statistics.median(beside),
+        "beside_max_ms": 1e3 * max(beside),
+        "beside_tokens": len(beside),
+    }
+
+
+async def _scale_up(gang: _Gang, batch: int, args: argparse.Namespace) -> Row:
+    """Halves of the rows are drawn and kept by a second instance."""
+    one = await _iteration_ms(gang, args, [([0], 0, 0)] * batch)
+    two = await _iteration_ms(gang, args, [([0], n % 2, n % 2) for n in range(batch)])
+    return {"batch": batch, "kept_by_one_ms": one, "by_two_ms": two, "gain": one / two}
+
+
+async def _masters(gang: _Gang, batch: int, args: argparse.Namespace) -> Row:
+    one = await _iteration_ms(gang, args, [([0, 1], 0, n % 2) for n in range(batch)])
+    two = await _iteration_ms(gang, args, [([0, 1], n % 2, n % 2) for n in range(batch)])
+    return {"batch": batch, "one_master_ms": one, "two_masters_ms": two, "gain": one / two}
+
+
+async def _iteration_ms(
+    gang: _Gang, args: argparse.Namespace, rows: Sequence[tuple[list[int], int, int]]
+) -> float:
+    """Of a batch; each row with holders of its prompt, a master and a keeper of its answer."""
+    numbers = [
+        (await gang.decode(args.context, holders, holders, master=master, keeper=keeper))[0]
+        for holders, master, keeper in rows
+    ]
+    before = (await gang.client.stats())[0]
+    await gang.until(lambda: all(len(gang.stamps[it]) > args.iterations for it in numbers[-1:]))
+    after = (await gang.client.stats())[0]
+    await gang.forget(numbers)
+    iterations = after.iterations - before.iterations
+    return 1e3 * (after.iterating_s - before.iterating_s) / iterations
+
+
+async def _equation_7(gang: _Gang, args: argparse.Namespace) -> list[Row]:
+    """Of lengths up to the longest; two of them are held out."""
+    longest = max(args.lengths)
+    lengths = [longest * part // 8 for part in (1, 2, 3, 4, 6, 8)]
+    seconds = {
+        length: statistics.median(
+            [_seconds(await gang.prefill(length, gang.everyone, [0])) for _ in range(args.rounds)]
+        )
+        for length in lengths
+    }
+    held_out = lengths[2], lengths[4]
+    fitted = fit_step(
+        [
+            StepMeasurement(rows=((it, 0),), seconds=seconds[it])
+            for it in lengths
+            if it not in held_out
+        ]
+    )
+    return [
+        {
+            "held_out_tokens": it,
+            "measured_s": seconds[it],
+            "predicted_s": fitted.predict_ns(it) / 1e9,
+            "error": fitted.predict_ns(it) / 1e9 / seconds[it] - 1,
+        }
+        for it in held_out
+    ]
+
+
+def _seconds(done: Iterable[PrefillDone]) -> float:
+    return max(it.compute_s + it.communication_s for it in done)
+
+
+def _gaps(stamps: Sequence[float]) -> list[float]:
+    return [b - a for a, b in itertools.pairwise(stamps)]
+
+
+def _medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+class _Gang:
+    """Commands the ranks as a router would."""
+
+    def __init__(self, instances: int) -> None:
+        self.client: GangClient
+        self.everyone = list(range(instances))
+        self.stamps: dict[int, list[float]] = defaultdict(list)
+        """By row, when its tokens came."""
+        self._tokens: dict[int, int] = {}
+        self._heard: dict[tuple[str, int], list[Any]] = defaultdict(list)
+        self._numbers = itertools.count(1)
+        self._news = asyncio.Event()
+
+    def hear(self, _gang: GangClient, _rank: int, method: str, payload: Any) -> None:
+        """A rank has told something."""
+        now = time.perf_counter()
+        match method:
+            case "tokens":
+                frame = unpack(Tokens, payload)
+                for rid, token in zip(frame.rids, frame.tokens, strict=True):
+                    self.stamps[rid].append(now)
+                    self._tokens[rid] = token
+            case "prefill_done":
+                self._note(method, (done := unpack(PrefillDone, payload)).job_id, done)
+            case "landed":
+                self._note(method, (landed := unpack(KvLanded, payload)).rid, landed)
+            case "moved":
+                self._note(method, (moved := unpack(RowMoved, payload)).rid, moved)
+            case "freed":
+                self._note(method, (freed := unpack(SlotsFreed, payload)).rid, freed)
+            case "failed":
+                raise RuntimeError(unpack(RequestFailed, payload).message)
+        self._news.set()
+
+    def _note(self, method: str, number: int, message: Any) -> None:
+        self._heard[method, number].append(message)
+
+    async def until(self, condition: Any) -> None:
+        """Wait until the ranks have said so."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def _all(self, method: str, number: int, count: int) -> list[Any]:
+        await self.until(lambda: len(self._heard[method, number]) >= count)
+        return self._heard.pop((method, number))
+
+    async def prefill(self, length: int, group: list[int], keepers: list[int]) -> list[PrefillDone]:
+        """A prompt that draws nothing more than its first token, and is forgotten."""
+        row, done = await self._prefill(length, group, _evenly(length, keepers), 0, ())
+        await self.forget([row])
+        return done
+
+    async def decode(
+        self,
+        length: int,
+        group: list[int],
+        keepers: list[int],
+        *,
+        master: int = 0,
+        keeper: int = 0,
+    ) -> tuple[int, list[PrefillDone]]:
+        """A prompt whose answer is drawn from then on."""
+        answer = (KvShare(instance=keeper, span=Span(length, length + ANSWER)),)
+        shares = _evenly(length, keepers)
+        row, done = await self._prefill(length, group, shares, master, answer)
+        await self._all("landed", row, len({it.instance for it in shares}))
+        join = JoinBatch(
+            rid=row,
+            first_token=self._tokens[row],
+            instances=tuple(sorted({*keepers, master, keeper})),
+        )
+        self.client.notify(0, "join", pack(join))
+        return row, done
+
+    async def _prefill(
+        self,
+        length: int,
+        group: list[int],
+        shares: tuple[KvShare, ...],
+        master: int,
+        answer: tuple[KvShare, ...],
+    ) -> tuple[int, list[PrefillDone]]:
+        row, step = next(self._numbers), next(self._numbers)
+        sampling = Sampling(temperature=0, max_tokens=ANSWER)
+        reserve = Reserve(
+            rid=row,
+            epoch="",
+            shares=shares,
+            master=master,
+            prompt_length=length,
+            sampling=sampling,
+            answer=answer,
+        )
+        await self.client.call_all("reserve", pack(reserve))
+        rows = place(group, striped(length, len(group)))
+        piece = PrefillPiece(
+            rid=row,
+            start=0,
+            length=length,
+            rows=rows if len(group) > 1 else (),
+            destinations=shares,
+            sampling=sampling,
+        )
+        counts = [sum(it.span.length for it in rows if it.instance == member) for member in group]
+        prompt = np.random.default_rng(row).integers(200, 1000, length).astype("<i4")
+        for rank in self.everyone:
+            own = [prompt[list(it.span.positions)] for it in rows if it.instance == rank]
+            job = PrefillJob(
+                job_id=step,
+                group=tuple(group),
+                bounds=tuple(itertools.accumulate(counts, initial=0)),
+                pieces=(piece,),
+                tokens=b"".join(it.tobytes() for it in own),
+                strategy="ring_kv" if len(group) > 1 else "ulysses",
+            )
+            self.client.notify(rank, "prefill", pack(job))
+        return row, await self._all("prefill_done", step, len(group))
+
+    async def move(
+        self, row: int, length: int, before: list[int], after: list[int]
+    ) -> list[RowMoved]:
+        """The prompt's KV of a row goes elsewhere; its answer stays."""
+        answer = (KvShare(instance=0, span=Span(length, length + ANSWER)),)
+        places = [
+            RowPlacement(shares=_evenly(length, it), master=0, answer=answer)
+            for it in (before, after)
+        ]
+        message = MoveRow(
+            job_id=next(self._numbers),
+            rid=row,
+            prompt_length=length,
+            stop=length + ANSWER - 1,
+            before=places[0],
+            after=places[1],
+        )
+        self.client.notify_all("move", pack(message))
+        return await self._all("moved", row, len(message.instances))
+
+    async def forget(self, rows: Sequence[int]) -> None:
+        """Give up rows, and wait for their slots."""
+        for row in rows:
+            self.client.notify_all("cancel", pack(CancelRequest(rid=row)))
+        for row in rows:
+            await self._all("freed", row, len(self.everyone))
+            self.stamps.pop(row, None)
+
+
+def _evenly(length: int, instances: Sequence[int]) -> tuple[KvShare, ...]:
+    return place(instances, striped(length, len(instances)))
+
+
+@asynccontextmanager
+async def _gang(instances: int) -> AsyncIterator[_Gang]:
+    secret, processes, gang = secrets.token_hex(16).encode(), RankProcesses(), _Gang(instances)
+    gang_id = f"elastic-{secrets.token_hex(4)}"
+    configs = [
+        RankConfig(
+            model_dir=str(MODEL),
+            role="elastic",
+            rank=rank,
+            world_size=instances,
+            tp=1,
+            gang_id=gang_id,
+            kv_slots=160_000,
+            location=f"0-0-{rank}",
+        )
+        for rank in range(instances)
+    ]
+    try:
+        members = await processes.start(configs, secret)
+        gang.client = GangClient("elastic", members, gang.hear, deadline_s=CALL_S)
+        await gang.client.connect(secret=secret, router_id="elastic")
+        await gang.client.attach(generation=1)
+        yield gang
+        await gang.client.close()
+    finally:
+        await processes.close()
+
+
+if __name__ == "__main__":
+    main()
