@@ -1,0 +1,76 @@
+"""The dashboard asks for metrics that exist, and the page names all that do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csps.services.scheduling.scheduler import Counts
+from csps.services.telemetry.metrics import Metrics
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+DASHBOARD = DOCS / "monitoring" / "grafana-dashboard.json"
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+class Load:
+    counts = Counts(running=0, waiting=0, prefill_kv=0.0, decode_kv=0.0)
+    ready = True
+
+
+@pytest.fixture(scope="module")
+def types() -> dict[str, str]:
+    """Kind of each metric, under the name that `/metrics` has, without `csps:`."""
+    metrics = Metrics("m")
+    metrics.watch(Load())
+    lines = re.findall(r"^# TYPE csps:(\S+) (\w+)$", metrics.render().decode(), re.MULTILINE)
+    return {name: kind for name, kind in lines if not name.endswith("_created")}
+
+
+def expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", ())]
+
+
+def test_every_metric_of_the_dashboard_exists(types: dict[str, str]) -> None:
+    asked = {name for it in expressions() for name in re.findall(r"csps:(\w+)", it)}
+    histograms = {name for name, kind in types.items() if kind == "histogram"}
+    plain = set(types) - histograms
+    assert asked <= plain | {name + suffix for name in histograms for suffix in SUFFIXES}
+
+
+def test_the_dashboard_shows_every_metric(types: dict[str, str]) -> None:
+    text = " ".join(expressions())
+    assert [name for name in types if f"csps:{name}" not in text] == []
+
+
+def test_the_page_names_every_metric_and_no_other(types: dict[str, str]) -> None:
+    rows = [line for line in (DOCS / "metrics.md").read_text().splitlines() if line[:3] == "| `"]
+    named = [
+        name for row in rows for name in re.findall(r"`(\w+)(?:\{[^}]*\})?`", row.split(" | ")[0])
+    ]
+    assert sorted(named) == sorted(types)
+
+
+def test_places_of_panels_do_not_overlap() -> None:
+    taken = set()
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (at["x"] + right, at["y"] + down) for right in range(at["w"]) for down in range(at["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+
+
+def test_the_scrape_configuration_asks_the_port_of_the_server() -> None:
+    config = yaml.safe_load((DOCS / "monitoring" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert (job["metrics_path"], job["static_configs"]) == (
+        "/metrics",
+        [{"targets": ["127.0.0.1:8000"]}],
+    )
