@@ -1,6 +1,6 @@
 """Prometheus metrics of the router, named as in vLLM and SGLang, under `csps:`.
 
-`docs/metrics.md` lists them; a test holds the page to this.
+`docs/metrics.md` lists them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""The commands of the documents: every line of their `console` blocks, as words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "helm" / "csps" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+_FENCE = re.compile(r"^ *```(.*)$")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A command, and where it stands."""
+
+    where: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.where}: {' '.join(self.words)[:80]}"
+
+
+def fenced() -> Iterator[tuple[str, str, list[str]]]:
+    """Where each block begins, what it calls itself, and its lines."""
+    for document in DOCUMENTS:
+        kind: str | None = None
+        lines: list[str] = []
+        where = ""
+        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+            if (fence := _FENCE.match(line)) is None:
+                lines.append(line)
+            elif kind is None:
+                kind, lines = fence[1].strip(), []
+                where = f"{document.relative_to(ROOT)}:{number}"
+            else:
+                yield where, kind, lines
+                kind = None
+
+
+def commands() -> list[Documented]:
+    """All of them, in the order of the documents."""
+    found = []
+    for where, kind, lines in fenced():
+        if kind == "console":
+            found += [Documented(where, words) for words in _commands("\n".join(lines))]
+    return found
+
+
+def _commands(block: str) -> Iterator[tuple[str, ...]]:
+    """A command ends with a line, but for quotes that are open and lines that a `\\` joins."""
+    pending = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        pending += line
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # no closing quotation
+            pending += "\n"
+            continue
+        pending = ""
+        for joined, one in groupby(words, lambda word: word == "&&"):
+            if not joined:
+                yield tuple(one)
+    assert not pending, f"a quotation stays open: {pending}"
