@@ -233,6 +233,28 @@ async def test_what_is_decoded_may_go_on_elsewhere_all_the_time(
         await cell.settled()
 
 
+@pytest.mark.slow
+async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> None:
+    """Where all of them do, and a prompt waits that takes longer than the move."""
+    events: list[ElasticEvent] = []
+    observer = NoObserver()
+    observer.elastic = events.append  # type: ignore[method-assign]
+    policy = make_policy("loongserve", {**POLICIES["loongserve"], "move_us_per_1k_tokens": 1})
+    async with real_cell(tiny_llama, policy, roles=ELASTIC, instances=2, observer=observer) as cell:
+        requests = []
+        for seed in range(4):
+            requests.append(cell.submit(30 + seed, max_tokens=250, seed=seed))
+            await eventually(lambda: requests[-1].state in ("decoding", "finished"))
+        requests.append(cell.submit(200, max_tokens=10, seed=9))
+        answers = await asyncio.gather(*map(answer, requests))
+        for running, tokens in zip(requests, answers, strict=True):
+            prompt, count = running.generation.prompt.tolist(), len(tokens)
+            assert count == running.generation.sampling.max_tokens
+            assert tokens == reference_tokens(tiny_llama, prompt, count)
+        assert any(it.kind == "migrate" for it in events)
+        await cell.settled()
+
+
 async def test_prompts_that_draw_one_token_leave_nothing_behind(tiny_llama: Path) -> None:
     async with real_cell(tiny_llama) as cell:
         requests = [cell.submit(length, max_tokens=1, seed=length) for length in (5, 100, 400)]
