@@ -12,10 +12,22 @@ from starlette.types import ASGIApp
 START_DEADLINE_S = 60.0
 
 
+class _Server(uvicorn.Server):
+    """Ends when it is told to; uvicorn's own looks for that ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.over = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.over.wait()
+
+
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[str]:
     """Serves on the running loop; yields the base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    server = _Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     task = asyncio.ensure_future(server.serve())
     async with asyncio.timeout(START_DEADLINE_S):
         while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
@@ -25,4 +37,5 @@ async def serving(app: ASGIApp) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = server.force_exit = True
+        server.over.set()
         await task
