@@ -62,7 +62,8 @@ class Answerer:
         self, group: SimulatedGroup, tokens: int, loss: Loss, given: Mapping[str, Any] | None = None
     ) -> list[Found]:
         """The best for each bucket of bounds of both objectives that can be kept, each once. All
-        are compared for each, so that a wider bound is never answered by what takes longer.
+        are compared for each, so that a wider bound is never answered by what takes longer; and the
+        quickest that is exact for certain.
 
         Args:
             given: fields that stay as they are.
@@ -81,7 +82,8 @@ class Answerer:
         held = list(dict.fromkeys(_held(candidates, given or {})))
         found = compared(asked[0], held, loss) if held else []
         answers = [chosen(question, found) for question in asked] if found else []
-        return list(dict.fromkeys(it.best for it in answers if it.met))
+        exact = sorted((it for it in found if it.settings.lossless), key=lambda it: it.seconds)
+        return list(dict.fromkeys([*exact[:1], *(it.best for it in answers if it.met)]))
 
     def _near_said(self, question: Question, exact_s: float, loss: Loss) -> Iterator[CsaSettings]:
         said = self.models[question.objective.kind].predict(question, exact_s)

@@ -335,9 +335,12 @@ def cold_strategy(row: str) -> str:
     return strategy if slash else EXACT_STRATEGY
 
 
-def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, int, str]:
+def _by_loss(timed: tuple[int, Allowed]) -> tuple[int, bool, int, str]:
+    """Of those that are predicted to lose as little, what is exact for certain."""
     time_ns, allowed = timed
-    return allowed.loss_ppm, time_ns, allowed.strategy
+    csa = parse_option(allowed.strategy).csa
+    drops = csa is not None and not csa.lossless
+    return allowed.loss_ppm, drops, time_ns, allowed.strategy
 
 
 def _quantised(time_ns: int) -> int:

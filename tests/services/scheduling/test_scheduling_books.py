@@ -315,6 +315,23 @@ def test_bounds_choose_among_the_options_and_waiting_uses_them_up(
     assert choice.time_ns == {"ulysses": 2_250_000, DROPS: 1_125_000}.get(chosen, 563_000)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "chosen"),
+    [
+        ({"max_accuracy_loss": 0.0}, DROPS),
+        ({"kind": "accuracy", "max_ttft_ms": 3.0}, "ulysses"),
+        ({"kind": "accuracy", "max_ttft_ms": 2.0}, DROPS),
+    ],
+)
+def test_what_is_predicted_to_lose_nothing_is_taken_for_time_and_not_for_accuracy(
+    bounds: dict[str, Any], chosen: str
+) -> None:
+    table = with_bounds()
+    options = {it: (of[0], of[1]._replace(loss_ppm=0)) for it, of in table.buckets.items()}
+    table = replace(table, buckets=options)
+    assert table.best(bounded(**bounds), TWO, 0, 1000).strategy == chosen
+
+
 def test_a_bound_on_ttft_leaves_room_for_what_no_step_takes() -> None:
     table, cls = with_bounds(), bounded(kind="accuracy", max_ttft_ms=3.0)
     assert table.best(cls, TWO, 0, 1000).strategy == "ulysses"
