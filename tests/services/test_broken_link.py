@@ -27,7 +27,7 @@ LONG = prompt_of(600, 2).tolist()
 @asynccontextmanager
 async def served(model: Path, folder: Path) -> AsyncIterator[tuple[Cluster, RequestService]]:
     gangs = [
-        ProcessGang(GangPlan(model_dir=str(model), role=role, instances=2))
+        ProcessGang(GangPlan(model_dir=str(model), role=role, instances=2, kv_slots=20_000))
         for role in ("prefill", "decode")
     ]
     try:
@@ -53,7 +53,7 @@ async def test_a_broken_link_is_noticed_and_made_anew_while_decoding_goes_on(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
     async with served(tiny_llama, tmp_path) as (cluster, service):
-        decoding = greedy(service, PROMPT, 3000)
+        decoding = greedy(service, PROMPT, 16_000)
         await anext(decoding)
         await anext(decoding)
         link = cluster.link
