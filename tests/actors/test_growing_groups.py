@@ -4,23 +4,33 @@ evenly before each layer's attention, and only what is displaced moves."""
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from gang_cell import Request, even_shares, prompt_of
-from gang_threads import thread_cell
+from gang_threads import eventually, thread_cell
+from greedy_reference import greedy_tokens
 from growing_chain import MovedBytes, grown, random_chain, run_chunk
+from held_positions import held_positions
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from test_cancelled_traces import TIMELINE
 from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_job
+from test_yielding import sending_goes_on
 
 from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
+from csps.protocols.span import Span
 
+__all__ = ["sending_goes_on"]
+OTHER = 10**6
+"""Another request."""
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 4
 """Of a token's keys and values in a layer, over an instance's ranks."""
@@ -114,6 +124,33 @@ async def test_a_layers_history_travels_during_the_one_before(
     for layer in range(LAYERS):
         sent = sum(int(str(attribute(it, BYTES))) for it in kv if attribute(it, LAYER) == layer)
         assert sent == 60 * TOKEN_BYTES
+
+
+async def test_what_has_moved_but_not_been_sent_keeps_its_slots(
+    tiny_llama: Path, sending_goes_on: threading.Event
+) -> None:
+    """Others take all slots that are free, and write into them, before any KV leaves."""
+    it = Prefill(Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [0])))
+    async with thread_cell(tiny_llama, prefill=2, decode=1, kv_slots=64) as cell:
+        await cell.reserve(it.request)
+        for chunk in grown(40, ([0], [0, 1])):
+            _, tokens = run_chunk(cell, it, chunk, "zigzag", strategy="ring_q")
+        assert tokens == {(0, 1): 10}
+        rank = cell.prefill_gang.ranks[0]
+        pool, kept = rank.engine.pool, np.flatnonzero(it.owners == 0).tolist()
+        await eventually(lambda: held_positions(pool, 1, 40) == kept)
+        assert (len(kept), pool.used) == (20, 30)
+        room = Span(0, pool.free)
+        pool.allocate(OTHER, [room])
+        for layer in range(LAYERS):
+            nan = torch.full((room.length, KV_HEADS, HEAD_DIM), torch.nan)
+            pool.write(layer, OTHER, room, nan, nan)
+        sending_goes_on.set()
+        answers = await cell.answer(it.request)
+        assert answers == [greedy_tokens(tiny_llama, it.request.prompt.tolist(), len(answers[0]))]
+        pool.free_request(OTHER)
+        await cell.freed(1)
+        await cell.idle()
 
 
 def attribute(span: ReadableSpan, name: str) -> object:
