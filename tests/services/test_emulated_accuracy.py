@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from strategy_ranks import MakeStrategy, StrategyRanks, assert_near, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
@@ -26,6 +27,7 @@ from csps.configurator.scaling_information_base import (
 from csps.protocols.csa import CsaPlan
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch.settings import shipped_models
+from csps.services.profiling import command
 from csps.services.profiling.accuracy import profile
 from csps.services.profiling.accuracy.emulated_group import EmulatedGroup
 from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
@@ -259,3 +261,23 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert set(once.values()) == {1}
     assert set(run(monkeypatch, path, kinds, gang.network).values()) == {4}
     assert set(run(monkeypatch, path, kinds, gang.network).values()) == {4}
+
+
+def test_the_command_keeps_rows_and_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile, "KINDS", (ScriptedKind("a", 0.5, rounds=1),))
+    arguments = {"model": "needle"}
+    application = {"name": "csps", "import_path": "csps.services.app:build", "args": arguments}
+    config, sib = tmp_path / "config.yaml", tmp_path / "sib"
+    config.write_text(yaml.safe_dump({"applications": [application]}))
+    paths = ["--config", str(config), "--sib", str(sib)]
+    command.main(["accuracy", "--quick", "--lengths", "64", *paths])
+    base = ScalingInformationBase.read(sib, None)
+    assert base is not None
+    with base:
+        rows = base.rows(AccuracyRow)
+    assert {row.tokens for row in rows} == {64}
+    said = capsys.readouterr().out.splitlines()
+    assert len([line for line in said if line.endswith("of 100")]) == len(rows)
+    assert any("45.0% [" in line for line in said), "half of what 0.9 drops"
