@@ -68,6 +68,10 @@ ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
 HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
 HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
 LOOKUPS = 20_000
+UNPIPELINED = {
+    "attention": "csa", "strategy": "ntp", "levels": 1, "drop_ratio": 0, "pipelined": False,
+}  # fmt: skip
+"""Exact SP-NTP that waits for every exchange."""
 
 
 def main() -> int:
@@ -339,6 +343,7 @@ def live(arguments: argparse.Namespace) -> Section:
     with httpx.Client(base_url=arguments.base_url, timeout=300.0) as client:
         ask = _Asker(client, arguments.length, arguments.pause)
         wishes = {
+            "unpipelined": UNPIPELINED,
             "exact": {"attention": "exact"},
             **{f"loss {bound:g}": {"max_accuracy_loss": bound} for bound in (0.0, 0.01, 0.05)},
         }
