@@ -4,11 +4,12 @@ BIN := .venv/bin
 RUNTIME := .venv/.installed
 DEV := .venv/.installed-dev
 LOAD_TESTERS := .venv-load-testers/.installed
+TRACE_UI := .venv-trace-ui/.installed
 # Which tests go to which worker: tests/conftest.py.
 WORKERS := -n 2 --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help serve stop demo guidellm aiperf test test-slow check format clean
+.PHONY: help serve stop demo trace-ui guidellm aiperf test test-slow check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -21,6 +22,9 @@ stop: $(RUNTIME) ## drain and stop the server
 
 demo: $(RUNTIME) ## send the question again
 	@$(BIN)/csps demo $(ARGS)
+
+trace-ui: $(RUNTIME) $(TRACE_UI) ## start a trace viewer, and a server that sends its traces there
+	@$(BIN)/csps trace ui $(ARGS)
 
 guidellm: $(LOAD_TESTERS) ## load-test the running server with guidellm
 	@.venv-load-testers/bin/python benchmarks/load_testers.py $@ $(ARGS)
@@ -46,7 +50,7 @@ format: $(DEV) ## let ruff repair what it can
 
 clean: ## stop the server, remove the environment and what the server has left behind
 	@if [ -e run/ray.json ]; then $(MAKE) --no-print-directory stop; fi
-	rm -rf .venv .venv-load-testers run build dist
+	rm -rf .venv .venv-load-testers .venv-trace-ui run build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -68,4 +72,12 @@ $(LOAD_TESTERS): pyproject.toml constraints.txt
 	.venv-load-testers/bin/pip install --quiet --disable-pip-version-check \
 	  $$(grep '^torch==' constraints.txt) $$(.venv-load-testers/bin/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['load-testers'])")
+	@touch $@
+
+# In an environment of its own: it is large, and serves another purpose.
+$(TRACE_UI): pyproject.toml
+	$(PYTHON) -m venv .venv-trace-ui
+	.venv-trace-ui/bin/pip install --quiet --disable-pip-version-check \
+	  $$(.venv-trace-ui/bin/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['ui'])")
 	@touch $@

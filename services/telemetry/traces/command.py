@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,14 +15,21 @@ from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.spans import REQUEST, Trace, read_spans, span_files, traces
 from csps.services.telemetry.traces.waterfall import waterfall
 
-DEFAULT_FOLDER = Path("run/traces")
+RUN_DIR = Path("run")
+DEFAULT_FOLDER = RUN_DIR / "traces"
+PHOENIX = Path(".venv-trace-ui/bin/phoenix")
+"""Where `make trace-ui` installs it."""
 PREFIX = 12
 """Hex digits of a trace id that a list shows."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """List requests, show one as a waterfall, or write its timeline for Perfetto."""
+    """List requests, show one as a waterfall, write its timeline for Perfetto, or have all in a
+    browser."""
     args = _parser().parse_args(argv)
+    if args.action == "ui":
+        _ui(args)
+        return
     known = [it for it in traces(read_spans(span_files(args.traces))) if it.root.name == REQUEST]
     if not known:
         raise ConfigError(
@@ -39,6 +47,21 @@ def main(argv: Sequence[str]) -> None:
     print(f"{args.out}: {len(chosen.spans)} spans; open it with `vizviewer {args.out}`")
 
 
+def _ui(args: argparse.Namespace) -> None:
+    """Until somebody ends it."""
+    # The other actions need neither.
+    from csps.services.launch.serve_command import READY_DEADLINE_S, serve
+    from csps.services.telemetry.traces.ui import phoenix, pointed_at
+
+    with phoenix(args.phoenix, port=args.port, run_dir=RUN_DIR) as url:
+        config = pointed_at(args.config, url, run_dir=RUN_DIR)
+        serve(config, port=None, with_demo=not args.no_demo, ready_deadline_s=READY_DEADLINE_S)
+        print(
+            f"traces: {url}  (Ctrl-C ends this; `make serve` has them in files again)", flush=True
+        )
+        signal.pause()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="csps trace", description=main.__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
@@ -47,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     show = actions.add_parser("show", help="one request as a waterfall")
     timeline = actions.add_parser("timeline", help="one request as a file for Perfetto")
     timeline.add_argument("--out", type=Path, default=Path("timeline.json"))
+    ui = actions.add_parser("ui", help="a server whose traces are in Phoenix, in the browser")
+    ui.add_argument("--phoenix", type=Path, default=PHOENIX, help="the program")
+    ui.add_argument("--port", type=int, default=6006, help="of Phoenix")
+    ui.add_argument("--config", type=Path, default=Path("config.yaml"), help="of the server")
+    ui.add_argument("--no-demo", action="store_true", help="do not send a first request")
     for one in (show, timeline):
         one.add_argument(
             "id",

@@ -1,0 +1,74 @@
+"""A trace viewer that is started, and a configuration that points at it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from csps.protocols.errors import ConfigError, FaultError
+from csps.services.launch.deploy_config import read_config
+from csps.services.telemetry.traces.ui import phoenix, pointed_at
+
+ROOT = Path(__file__).resolve().parents[3]
+STAND_IN = f"""#!{sys.executable}
+import http.server, os, sys
+assert sys.argv[1:] == ["serve"]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/healthz" else 404)
+        self.end_headers()
+address = os.environ["PHOENIX_HOST"], int(os.environ["PHOENIX_PORT"])
+http.server.HTTPServer(address, Handler).serve_forever()
+"""
+
+
+def program(folder: Path, text: str) -> Path:
+    path = folder / "phoenix"
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_it_runs_as_long_as_it_is_wanted(tmp_path: Path) -> None:
+    with phoenix(program(tmp_path, STAND_IN), port=free_port(), run_dir=tmp_path / "run") as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/healthz")
+
+
+def test_a_viewer_that_does_not_start_names_its_log(tmp_path: Path) -> None:
+    broken = program(tmp_path, "#!/bin/sh\nexit 3\n")
+    with (
+        pytest.raises(FaultError, match=r"phoenix.log"),
+        phoenix(broken, port=free_port(), run_dir=tmp_path / "run"),
+    ):
+        raise AssertionError("it has not started")
+    with (
+        pytest.raises(ConfigError, match="make trace-ui"),
+        phoenix(tmp_path / "nothing", port=free_port(), run_dir=tmp_path / "run"),
+    ):
+        raise AssertionError("it has not started")
+
+
+def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    made = pointed_at(ROOT / "config.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
+    before, after = read_config(ROOT / "config.yaml"), read_config(made)
+    assert after.settings.telemetry.otlp_endpoint == "http://127.0.0.1:6006/v1/traces"
+    telemetry = before.settings.telemetry
+    assert after.settings.model_copy(update={"telemetry": telemetry}) == before.settings
+    assert after.url == before.url
+    (tmp_path / "empty.yaml").write_text(yaml.safe_dump({}))
+    with pytest.raises(ConfigError, match=r"empty.yaml: no configuration"):
+        pointed_at(tmp_path / "empty.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")

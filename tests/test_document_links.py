@@ -1,0 +1,38 @@
+"""What the documents point at exists, and each mechanism of the papers has code and a test."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from documented_commands import DOCUMENTS, ROOT
+
+PAPERS = ROOT / "docs" / "papers.md"
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+ROOMS = ("actors", "configurator", "kernels", "loadgen", "models", "protocols", "services")
+
+
+def targets(text: str, document: Path) -> list[Path]:
+    """Files of this repository that a text links to."""
+    links = [link.split("#")[0] for link in _LINK.findall(text) if "://" not in link]
+    return [(document.parent / link).resolve() for link in links if link]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda it: str(it.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    found = targets(document.read_text(encoding="utf-8"), document)
+    assert [it for it in found if not it.exists()] == []
+
+
+def test_every_mechanism_has_code_and_a_test_and_numbers_if_measured() -> None:
+    rows = [line for line in PAPERS.read_text().splitlines() if line.startswith("| ")]
+    mechanisms = [row.split(" | ") for row in rows if not row.startswith("| section")]
+    assert len(mechanisms) > 50
+    for _, mechanism, code, test, numbers in mechanisms:
+        assert {it.relative_to(ROOT).parts[0] for it in targets(code, PAPERS)} <= set(ROOMS)
+        assert targets(code, PAPERS), mechanism
+        assert all(it.name.startswith("test_") for it in targets(test, PAPERS)), mechanism
+        assert targets(test, PAPERS), mechanism
+        folders = {it.parent.relative_to(ROOT) for it in targets(numbers, PAPERS)}
+        assert folders <= {Path("benchmarks/results")}, mechanism
