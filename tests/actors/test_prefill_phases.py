@@ -61,6 +61,8 @@ async def test_mlp_and_last_rows(
         for it in exported.get_finished_spans()
         if it.attributes and LAYER in it.attributes
     )
+    for layer in (0, 1):  # leaves beside them
+        assert phases.pop(("kv transfer", layer)) == tp
     per_rank = {key: count / tp for key, count in phases.items()}
     once = {(phase, 0): 1 for phase in ("qkv", "attention", "linear")}
     assert per_rank == {**once, ("mlp", 0): blocks, ("qkv", 1): 1, ("last rows", 1): 1}
