@@ -104,12 +104,13 @@ class AnyLayout:
         for attempt in range(4):
             in_place = pair.prefill is pair.decode
             kept = self._kept(requests, pair.prefill, view) if attempt < 3 else None
-            held = self._kept(requests, pair.decode, view) if attempt < 3 else None
+            apart = attempt < 3 and not in_place
+            held = self._kept(requests, pair.decode, view) if apart else None
             if attempt < 3:
                 plan = self._any(requests, pair, kept, kept if in_place else held)
             else:
                 plan = _on_one(requests, pair, free)
-            needed = _needed(plan, requests, kept, None if in_place else held, in_place=in_place)
+            needed = _needed(plan, requests, kept, held, in_place=in_place)
             if all(n <= free[it] for it, n in needed.items()):
                 for instance, n in needed.items():
                     free[instance] -= n
