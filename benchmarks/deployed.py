@@ -37,7 +37,7 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
         raise ConfigError(f"a server runs here (process {head.pid}): end it first with `csps stop`")
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
-        config.write_text(yaml.safe_dump(_serve_config(args, port)))
+        config.write_text(yaml.safe_dump(serve_config(args, port)))
         command = [sys.executable, "-m", "csps.cli"]
         serve = [*command, "serve", "--config", str(config), "--no-demo"]
         try:
@@ -47,7 +47,8 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
             subprocess.run([*command, "stop"], check=True, timeout=READY_S)
 
 
-def _serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
+def serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
+    """What `csps serve --config` takes, with these settings."""
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},

@@ -106,21 +106,21 @@ def _requests(arguments: argparse.Namespace) -> Fitted:
     return generate(drawn, arguments.requests, arrivals=arrivals, seed=arguments.seed, size=size)
 
 
-async def ask_all(port: int, requests: Sequence[Request]) -> list[Answer]:
+async def ask_all(port: int, requests: Sequence[Request], model: str = "paced") -> list[Answer]:
     """Each at its time, on a connection of its own."""
     warm_up = Connection(port)
     await warm_up.open()
     for _ in range(10):
-        await warm_up.ask_raw(_body(64, 4))
+        await warm_up.ask_raw(_body(64, 4, model))
     warm_up.close()
     start = time.monotonic() + LEAD_S
-    return list(await asyncio.gather(*(_one(port, start, it) for it in requests)))
+    return list(await asyncio.gather(*(_one(port, start, it, model) for it in requests)))
 
 
-async def _one(port: int, start: float, request: Request) -> Answer:
+async def _one(port: int, start: float, request: Request, model: str) -> Answer:
     """Sent at its time; waiting for it to be sent is part of what is measured."""
     at = start + request.arrival_ns / 1e9
-    body = _body(request.input_length, request.output_length)
+    body = _body(request.input_length, request.output_length, model)
     await asyncio.sleep(at - time.monotonic() - LEAD_S / 2)
     connection = Connection(port)
     await connection.open()
@@ -138,10 +138,10 @@ async def _one(port: int, start: float, request: Request) -> Answer:
     return answer
 
 
-def _body(prompt: int, tokens: int) -> bytes:
+def _body(prompt: int, tokens: int, model: str) -> bytes:
     return json.dumps(
         {
-            "model": "paced",
+            "model": model,
             "prompt": [WORD] * prompt,
             "max_tokens": tokens,
             "ignore_eos": True,
