@@ -68,7 +68,7 @@ ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
 HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
 HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
 LOOKUPS = 20_000
-UNPIPELINED = {
+UNPIPELINED: dict[str, Any] = {
     "attention": "csa", "strategy": "ntp", "levels": 1, "drop_ratio": 0, "pipelined": False,
 }  # fmt: skip
 """Exact SP-NTP that waits for every exchange."""
