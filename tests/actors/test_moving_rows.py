@@ -24,6 +24,7 @@ from gang_cell import (
 )
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
 from greedy_reference import greedy_tokens
+from held_steps import HeldSteps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
@@ -167,6 +168,27 @@ async def test_a_row_that_ends_takes_its_move_along(
         await cell.freed(1, 3)
         ranks = cell.prefill_gang.ranks
         await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        cell.check_idle()
+
+
+async def test_a_prompt_that_is_cancelled_while_it_scales_down_leaves_nothing(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a row whose instance it has preempted, and which goes on."""
+    async with elastic_cell(tiny_llama, 3, quantum_ms=0.0) as cell:
+        other = talking(1, 20, 100, 0)
+        await decode(cell, other)
+        steps = HeldSteps(monkeypatch)
+        cancelled = talking(2, 60, 10, 1)
+        await cell.reserve(cancelled)
+        piece = cancelled.piece(rows=laid_out("striped", 0, 60, [0, 1, 2]))
+        job = cell.submit(job_of([piece], [0, 1, 2], strategy="ring_kv"), cancelled.prompt)
+        await steps.begun()
+        cell.cancel(2)
+        steps.go_on.set()
+        await cell.freed(2)
+        await cell.prefilled(job)
+        await check_answer(cell, tiny_llama, other)
         cell.check_idle()
 
 
