@@ -114,6 +114,10 @@ class Picture:
         return [it for it in self.requests if it.line == line]
 
     @property
+    def planned(self) -> tuple[()]:
+        return ()
+
+    @property
     def blocked(self) -> list[Request]:
         return [it for it in self.requests if it.blocked_ns is not None]
 

@@ -74,6 +74,21 @@ class StartPlan(Part, frozen=True, kw_only=True):
     steps: tuple[PlannedStep, ...]
     decode: tuple[DecodePlacement, ...]
     """Of each request that has a piece in a step."""
+    ahead_ns: int | None = None
+    """Steps are sent to the ranks so long before they begin, as predicted, and may be planned again
+    until then (`Replan`); None: all at once. Of a plan of one request."""
+
+
+class Replan(Part, frozen=True, kw_only=True):
+    """Steps of a sequence that the ranks have not heard of are to be others, in the same place in
+    the line. The slots of the new ones must be free beside those of the old ones."""
+
+    sequence: SequenceId
+    version: int
+    """Of the plan that this one was made from."""
+    steps: tuple[PlannedStep, ...]
+    """Of all that is left; none: the old ones stay, and what is predicted of them now is what
+    reality is compared with from now on."""
 
 
 class Ride(Part, frozen=True, kw_only=True):
@@ -112,7 +127,7 @@ class WakeAt(Part, frozen=True, kw_only=True):
     at_ns: int
 
 
-Decision = StartPlan | Ride | Move | Blocked | Passed | WakeAt
+Decision = StartPlan | Replan | Ride | Move | Blocked | Passed | WakeAt
 
 
 class Trial(Protocol):

@@ -55,7 +55,12 @@ def _check_steps(gangs: Gangs, steps: Steps) -> None:
     for step in steps.by_id.values():
         assert step.undone, "done, but outstanding"
         assert gangs.lives(step.gang), "a step of a dead gang"
+    for step in steps.held.values():
+        assert steps.by_id[step.id] is step, "held, but over"
+        assert step.held, "sent, but held"
     for it in gangs.instances.values():
+        held = [step.held for step in it.steps.values() if not step.urgent]
+        assert held == sorted(held), "sent before one that was launched earlier"
         mine = [step for step in steps.by_id.values() if it.id in step.undone]
         assert list(it.steps.values()) == mine, f"steps of {it.id}"
         assert it.long_steps == sum(not step.urgent for step in mine), "long steps"

@@ -74,6 +74,11 @@ class Ledger:
         if not held:
             del self._held[owner]
 
+    def drop_owner(self, owner: int) -> None:
+        """Free all that `owner` holds."""
+        for instance in list(self._held.get(owner, ())):
+            self.give_back(owner, instance)
+
     def lower(self, owner: int, instance: InstanceId, count: int) -> None:
         """Free all but so many of the slots that `owner` holds on an instance, if it has more."""
         held = self._held.get(owner, {}).get(instance, 0)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
 
 from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.held_steps import HeldSteps
 from csps.services.scheduling.ids import GangId
 from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.requests import Requests
-from csps.services.scheduling.state import Cached, Line, Pair, Request
+from csps.services.scheduling.state import Cached, Line, Pair, Request, Sequence
 from csps.services.scheduling.turn import Turn
 from csps.services.scheduling.view import RequestView
 
@@ -18,8 +19,15 @@ class LiveView:
     """A `view.View` that copies nothing."""
 
     def __init__(
-        self, turn: Turn, gangs: Gangs, requests: Requests, costs: Costs, prefix: PrefixIndex
+        self,
+        turn: Turn,
+        gangs: Gangs,
+        requests: Requests,
+        costs: Costs,
+        prefix: PrefixIndex,
+        held: HeldSteps,
     ) -> None:
+        self._held = held
         self._turn, self._gangs, self._requests = turn, gangs, requests
         self._prefix, self.cost = prefix, costs
 
@@ -28,14 +36,18 @@ class LiveView:
         return self._turn.now_ns
 
     @property
-    def pairs(self) -> Sequence[Pair]:
+    def pairs(self) -> Many[Pair]:
         return self._gangs.pairs
 
-    def waiting(self, line: Line) -> Sequence[Request]:
+    def waiting(self, line: Line) -> Many[Request]:
         return self._requests.queue.line(line)
 
     @property
-    def blocked(self) -> Sequence[Request]:
+    def planned(self) -> Many[Sequence]:
+        return self._held.sequences
+
+    @property
+    def blocked(self) -> Many[Request]:
         return self._requests.blocked
 
     def blocked_ns(self, request: RequestView) -> int:

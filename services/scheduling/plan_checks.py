@@ -12,6 +12,7 @@ from csps.services.scheduling.decisions import (
     DecodePlacement,
     PlannedPiece,
     PlannedStep,
+    Replan,
     Ride,
     StartPlan,
 )
@@ -41,6 +42,7 @@ from csps.services.scheduling.step_shares import (
     chunk_of,
     cut_at_bounds,
     histories_of,
+    left_by,
     rows_of,
     slots_of,
 )
@@ -67,6 +69,22 @@ class CheckedPlan(NamedTuple):
     """All of them, which have to be empty."""
 
 
+class CheckedReplan(NamedTuple):
+    """The same of the rest of a plan."""
+
+    sequence: Sequence
+    replan: Replan
+    histories: list[Histories]
+    steps: list[Slots]
+    left: tuple[Share, ...]
+    """Where all of its steps leave what they compute."""
+
+    @property
+    def needs(self) -> Slots:
+        """Of all its steps."""
+        return _sum(self.steps)
+
+
 class CheckedRide(NamedTuple):
     """The same of a ride."""
 
@@ -84,6 +102,7 @@ class PlanChecks:
         self._slots: Slots = {}
         """Of all plans, with those of kept KV that they use."""
         self._started: dict[RequestId, None] = {}
+        self._replanned: dict[RequestId, None] = {}
 
     def check(
         self, plans: Iterable[StartPlan], rides: Iterable[Ride] = ()
@@ -95,6 +114,39 @@ class PlanChecks:
             it = self._gangs.instances[instance]
             assert count <= it.free_slots, f"{count} slots of {it.free_slots} on {instance}"
         return checked
+
+    def check_replans(self, replans: Iterable[tuple[Sequence, Replan]]) -> list[CheckedReplan]:
+        """Assert that the rests of plans are whole; to be called before `check`, which asserts that
+        their slots are free."""
+        return [self._check_replan(*it) for it in replans]
+
+    def _check_replan(self, sequence: Sequence, replan: Replan) -> CheckedReplan:
+        plan, request = sequence.plan, sequence.request
+        assert plan is not None, "a plan that is not sent step by step"
+        assert not sequence.over, "planned again when it is over"
+        assert plan.version == replan.version, "made from another plan"
+        assert request.id not in self._replanned, "planned again twice"
+        self._replanned[request.id] = None
+        held = [it.command for it in plan.steps if it.command is not None]
+        assert held, "nothing is left to be planned"
+        if not replan.steps:
+            return CheckedReplan(sequence, replan, [], [], sequence.left)
+        begun = {request.id: held[0].history[0]}
+        whole = StartPlan(steps=replan.steps, decode=())
+        found, slots = list(histories_of(whole, begun, in_place=False)), []
+        pair = Pair(prefill=sequence.prefill, decode=sequence.decode)
+        stop = held[0].pieces[0].start
+        for step, histories in zip(replan.steps, found, strict=True):
+            assert [it.request for it in step.pieces] == [request.id], "another request's"
+            assert step.pieces[0].start == stop, "pieces out of order"
+            stop += step.pieces[0].length
+            self._check_step(step, sequence.prefill.id)
+            slots.append(slots_of(step, histories))
+            self._check_members(step, histories, slots[-1], whole, pair)
+            self._take(slots[-1], sequence.prefill.id)
+        assert stop == request.prompt_tokens, "not the whole prompt"
+        left = left_by(whole, begun)[request.id] if sequence.left else ()
+        return CheckedReplan(sequence, replan, found, slots, left)
 
     def check_moves(self, moves: Iterable[tuple[Sequence, DecodePlacement]]) -> list[Slots]:
         """Assert that sequences can go where they are to. Returns the slots that each needs."""
@@ -228,7 +280,7 @@ class PlanChecks:
     def _waiting(self, request: RequestId) -> Request:
         found = self._requests.live.get(request)
         assert found is not None, f"request {request} is over"
-        assert found.waiting, f"request {request} has a place already"
+        assert found.waiting or request in self._replanned, f"request {request} has a place already"
         return found
 
 

@@ -14,6 +14,7 @@ from csps.services.scheduling.decisions import (
     Move,
     Passed,
     PlannedStep,
+    Replan,
     Ride,
     StartPlan,
     WakeAt,
@@ -21,12 +22,17 @@ from csps.services.scheduling.decisions import (
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import InstanceId, RequestId
 from csps.services.scheduling.limits import DeadlineSettings
-from csps.services.scheduling.plan_checks import CheckedPlan, CheckedRide, PlanChecks
+from csps.services.scheduling.plan_checks import (
+    CheckedPlan,
+    CheckedReplan,
+    CheckedRide,
+    PlanChecks,
+)
 from csps.services.scheduling.prefix.index import PrefixIndex
 from csps.services.scheduling.prefix.reused import Reused
 from csps.services.scheduling.requests import Requests
 from csps.services.scheduling.sequences import Sequences
-from csps.services.scheduling.state import Gang, Sequence, Step, Use
+from csps.services.scheduling.state import Gang, Plan, Sequence, Step, Use
 from csps.services.scheduling.step_shares import Histories, left_by
 from csps.services.scheduling.steps import Steps
 from csps.services.scheduling.turn import Turn
@@ -61,6 +67,9 @@ class Plans:
         moving = checks.check_moves(
             [(self._sequences.by_id[it.sequence], it.placement) for it in moves]
         )
+        replans = checks.check_replans(
+            [(self._sequences.by_id[it.sequence], it) for it in decisions if type(it) is Replan]
+        )
         checked = checks.check(plans, rides)
         blocked = [it.request for it in decisions if type(it) is Blocked]
         self._requests.note_blocked(blocked)
@@ -72,6 +81,8 @@ class Plans:
         for move, needed in zip(moves, moving, strict=True):
             if self._prefix.make_room(needed):
                 self._sequences.move(self._sequences.by_id[move.sequence], move.placement)
+        for replan in replans:
+            self._replan(replan)
         for start in checked:
             if not self._begin(start):
                 break  # decided again, as all behind it, when what it waits for is empty
@@ -122,8 +133,9 @@ class Plans:
             left = left_by(plan, begun)
             for number, sequence in staying.items():
                 sequence.left = left[number]
+        one_by_one = plan.ahead_ns is not None
         steps = [
-            self._launch(planned, sequences, histories, slots)
+            self._launch(planned, sequences, histories, slots, held=one_by_one)
             for planned, histories, slots in zip(
                 plan.steps, checked.histories, checked.steps, strict=True
             )
@@ -131,6 +143,50 @@ class Plans:
         if len(steps) > 1 or any(it.left for it in sequences.values()):
             for step in steps:
                 step.plan = tuple(steps)
+        if plan.ahead_ns is not None:
+            (sequence,) = sequences.values()
+            sequence.plan = Plan(
+                version=0,
+                made_ns=self._turn.now_ns,
+                ends_ns=steps[-1].end_ns,
+                ahead_ns=plan.ahead_ns,
+                steps=tuple(steps),
+            )
+
+    def _replan(self, checked: CheckedReplan) -> None:
+        """Put other steps in the place of those that no rank has heard of. It never waits: if slots
+        are not empty yet, the old ones stay."""
+        sequence = checked.sequence
+        plan = sequence.plan
+        assert plan is not None, "checked"
+        if checked.steps and self._has_room(checked.needs):
+            self._replace(sequence, plan, checked)
+        plan.version += 1
+        plan.made_ns, plan.ends_ns = self._turn.now_ns, plan.steps[-1].end_ns
+
+    def _has_room(self, needs: dict[InstanceId, int]) -> bool:
+        instances = self._gangs.instances
+        return all(count <= instances[it].empty_slots for it, count in needs.items())
+
+    def _replace(self, sequence: Sequence, plan: Plan, checked: CheckedReplan) -> None:
+        old, line = plan.held, list(self._steps.held.values())
+        behind = line[line.index(old[-1]) + 1 :]
+        new = [
+            self._launch(planned, {sequence.request.id: sequence}, histories, slots, held=True)
+            for planned, histories, slots in zip(
+                checked.replan.steps, checked.histories, checked.steps, strict=True
+            )
+        ]
+        plan.steps = (*(it for it in plan.steps if not it.held), *new)
+        several = len(plan.steps) > 1 or bool(sequence.left)
+        for step in (*plan.steps, *old):  # the old ones too: nothing is given back for their sake
+            step.plan = plan.steps if several else ()
+        for step in old:
+            self._steps.withdraw(step)
+        for step in behind:
+            self._steps.move_to_end(step)
+        self._steps.put_in_line(sequence.prefill)
+        sequence.left = checked.left
 
     def _ride(self, checked: CheckedRide, uses: Uses) -> None:
         ride, reused = checked.ride, checked.reused
@@ -169,7 +225,14 @@ class Plans:
         sequences: dict[RequestId, Sequence],
         histories: Histories,
         slots: dict[InstanceId, int],
+        *,
+        held: bool,
     ) -> Step:
+        """Give a step its slots and its place in the line.
+
+        Args:
+            held: the ranks hear of it later (`HeldSteps`).
+        """
         computed = [sequences[it.request] for it in planned.pieces]
         instances = [self._gangs.instances[it] for it in planned.group]
         step = Step(
@@ -182,24 +245,24 @@ class Plans:
             undone=dict.fromkeys(planned.group),
         )
         ends_ns = self._steps.launch(step, instances, slots)
-        self._turn.emit(
-            RunStep(
-                step=step.id,
-                group=planned.group,
-                bounds=planned.bounds,
-                pieces=tuple(
-                    [
-                        Piece(
-                            sequence.id, it.start, it.length, it.rows, it.keep, bool(sequence.left)
-                        )
-                        for sequence, it in zip(computed, planned.pieces, strict=True)
-                    ]
-                ),
-                history=histories,
-                strategy=planned.strategy,
-                cls=computed[0].request.cls,
-                urgent=planned.urgent,
-                ends_ns=ends_ns,
-            )
+        command = RunStep(
+            step=step.id,
+            group=planned.group,
+            bounds=planned.bounds,
+            pieces=tuple(
+                [
+                    Piece(sequence.id, it.start, it.length, it.rows, it.keep, bool(sequence.left))
+                    for sequence, it in zip(computed, planned.pieces, strict=True)
+                ]
+            ),
+            history=histories,
+            strategy=planned.strategy,
+            cls=computed[0].request.cls,
+            urgent=planned.urgent,
+            ends_ns=ends_ns,
         )
+        if held:
+            self._steps.hold(step, command)
+        else:
+            self._turn.emit(command)
         return step

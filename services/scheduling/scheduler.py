@@ -30,6 +30,7 @@ from csps.services.scheduling.events import AnyEvent, WireError
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.gang_events import GangEvents
 from csps.services.scheduling.gangs import Gangs
+from csps.services.scheduling.held_steps import HeldSteps
 from csps.services.scheduling.integrity import check_books
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.live_view import LiveView
@@ -116,9 +117,10 @@ class Scheduler:
             deadlines=deadlines,
             prefix=prefix,
         )
+        self._held = HeldSteps(turn, steps, sequences)
         silence = Silence(gangs, steps, deadlines)
         self._watch = Watch(turn, gangs, requests, silence, deadlines)
-        self._view = LiveView(turn, gangs, requests, costs, prefix)
+        self._view = LiveView(turn, gangs, requests, costs, prefix, self._held)
         of_requests = RequestEvents(
             turn=turn,
             timers=timers,
@@ -164,8 +166,10 @@ class Scheduler:
         self._timers.run_due(turn.now_ns)
         self._watch.look()
         self._sequences.join()
+        self._held.look()
         self._ask_again()
         self._decide()
+        self._held.look()
         self._watch.plan()
         return Outcome(turn.commands, self._wake_at_ns())
 
@@ -229,7 +233,8 @@ class Scheduler:
         self._requests.admission.draining = True
 
     def _wake_at_ns(self) -> int | None:
-        times = (self._timers.next_ns, self._watch.next_ns, self._turn.wake_ns)
+        turn = self._turn
+        times = (self._timers.next_ns, self._watch.next_ns, turn.wake_ns, self._held.due_ns)
         return min((it for it in times if it is not None), default=None)
 
     def _ask_again(self) -> None:
@@ -239,7 +244,8 @@ class Scheduler:
             turn.stale, turn.wake_ns = True, None
 
     def _decide(self) -> None:
-        if not self._turn.stale or not self._gangs.pairs or not len(self._requests.queue):
+        nothing = not len(self._requests.queue) and not self._steps.held
+        if not self._turn.stale or not self._gangs.pairs or nothing:
             return
         self._plans.apply(self._policy.decide(self._view))
         self._turn.stale = False

@@ -41,7 +41,7 @@ class Silence:
         heard_ns: dict[InstanceId, int] = {it.id: it.heard_ns for it in gang.instances}
         oldest_ns = now_ns
         for step in self._steps.by_id.values():  # in the order of their launch
-            if step.gang is gang:
+            if step.gang is gang and not step.held:
                 latest_ns = max([step.launched_ns, *(heard_ns[it] for it in step.undone)])
                 heard_ns.update(dict.fromkeys(step.undone, latest_ns))
                 oldest_ns = min(oldest_ns, latest_ns)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from csps.protocols.topology import Location
-from csps.services.scheduling.commands import MoveKv, Share
+from csps.services.scheduling.commands import MoveKv, RunStep, Share
 from csps.services.scheduling.events import GangUp, InstanceUp
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
@@ -185,6 +185,25 @@ class Use(msgspec.Struct, frozen=True, eq=False):
     """The last one."""
 
 
+class Plan(Live, kw_only=True, eq=False):
+    """The steps of a sequence, where those that are far off may be planned again."""
+
+    version: int
+    """Counts how often it was made."""
+    made_ns: int
+    ends_ns: int
+    """When its last step was to end, as predicted when it was made."""
+    ahead_ns: int
+    """How long before they begin its steps are sent."""
+    steps: tuple[Step, ...]
+    """In order, those included that are over."""
+
+    @property
+    def held(self) -> tuple[Step, ...]:
+        """Steps that the ranks have not heard of: the last ones."""
+        return tuple([it for it in self.steps if it.held])
+
+
 class Sequence(Live, kw_only=True, eq=False):
     """One attempt at a request. It outlives the attempt until every instance has freed its KV."""
 
@@ -230,6 +249,8 @@ class Sequence(Live, kw_only=True, eq=False):
     left: tuple[Share, ...] = ()
     """Where its steps leave what they compute, if that is to be kept there and is decoded
     elsewhere."""
+    plan: Plan | None = None
+    """Its steps, if they are sent one by one."""
     withdrawn: bool = False
     """The gang that prefills was told to drop it."""
 
@@ -297,8 +318,15 @@ class Step(Live, kw_only=True, eq=False):
     delayed_ns: int = 0
     """What urgent steps on its instances have cost it, or will: predicted, then measured."""
     hold_up: HoldUp = HoldUp()
+    command: RunStep | None = None
+    """For the ranks, as long as it has not been sent."""
     charged: dict[InstanceId, tuple[Step, ...]] = msgspec.field(default_factory=dict)
     """The steps that this one delays, if it is urgent."""
+
+    @property
+    def held(self) -> bool:
+        """The ranks have not heard of it."""
+        return self.command is not None
 
 
 def new_gang(event: GangUp, now_ns: int) -> Gang:

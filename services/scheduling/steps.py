@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.holdups import hold_up
 from csps.services.scheduling.ids import InstanceId, StepId
 from csps.services.scheduling.ledger import Ledger
@@ -18,6 +19,8 @@ class Steps:
         self._turn = turn
         self.ledger = Ledger()
         self.by_id: dict[StepId, Step] = {}
+        self.held: dict[StepId, Step] = {}
+        """Those that the ranks have not heard of."""
 
     def launch(self, step: Step, instances: list[Instance], slots: dict[InstanceId, int]) -> int:
         """Take the step's slots. Returns when it ends, as predicted."""
@@ -151,8 +154,54 @@ class Steps:
         self.ledger.drop(gang)
         for step in [it for it in self.by_id.values() if it.gang is gang]:
             del self.by_id[step.id]
+            self.held.pop(step.id, None)
             for sequence in step.sequences:
                 sequence.computing -= 1
+
+    # --- steps that are not sent yet -------------------------------------------------------
+
+    def hold(self, step: Step, command: RunStep) -> None:
+        """A launched step's command is sent later."""
+        assert not step.urgent, "held, and urgent"
+        step.command = command
+        self.held[step.id] = step
+
+    def withdraw(self, step: Step) -> list[Sequence]:
+        """A step that the ranks have not heard of will not be. Returns the sequences that leave KV
+        behind, if it was the last one of its plan that was not done."""
+        del self.by_id[step.id], self.held[step.id]
+        for instance in _members(step):
+            del instance.steps[step.id]
+            instance.long_steps -= 1
+            if not instance.long_steps:
+                instance.overtaken_ns = 0
+        step.command, step.undone = None, {}
+        for sequence in step.sequences:
+            sequence.computing -= 1
+        self.ledger.drop_owner(step.id)
+        if any(it.undone for it in step.plan):
+            return []
+        self._give_back_plan(step)
+        return [it for other in step.plan for it in other.sequences if it.left]
+
+    def move_to_end(self, step: Step) -> None:
+        """A step that the ranks have not heard of goes behind all others."""
+        for steps in (self.by_id, self.held, *(it.steps for it in _members(step))):
+            steps[step.id] = steps.pop(step.id)
+
+    def put_in_line(self, gang: Gang) -> None:
+        """The order has changed: who is first where, and when everybody is free."""
+        for step in self._of(gang):
+            if step.held:
+                step.behind = sum(_first_long(it) is not step for it in _members(step))
+                if not step.behind:
+                    step.begin_ns = self._turn.now_ns
+        self._predict(gang)
+
+
+def _members(step: Step) -> list[Instance]:
+    """Instances that have not reported."""
+    return [it for it in step.gang.instances if it.id in step.undone]
 
 
 def _first_long(instance: Instance) -> Step | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
-from csps.services.scheduling.commands import Share
+from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.cost import EXACT_STRATEGY, Choice, StepTimes
 from csps.services.scheduling.holdups import HoldUp
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, SequenceId, StepId
@@ -28,6 +28,16 @@ class StepView(Protocol):
     def urgent(self) -> bool: ...
     @property
     def predicted_ns(self) -> int: ...
+    @property
+    def end_ns(self) -> int:
+        """When it will have been computed; of those that are not urgent."""
+        ...
+
+    @property
+    def held(self) -> bool:
+        """The ranks have not heard of it, and it may be planned again (`decisions.Replan`)."""
+        ...
+
     @property
     def delayed_ns(self) -> int:
         """What urgent steps on its instances have cost it, or will."""
@@ -269,6 +279,44 @@ class CachedView(Protocol):
         ...
 
 
+class HeldStepView(StepView, Protocol):
+    """A step that the ranks have not heard of."""
+
+    @property
+    def command(self) -> RunStep | None:
+        """What they will hear."""
+        ...
+
+
+class PlanView(Protocol):
+    """The steps of a sequence that are sent one by one."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def made_ns(self) -> int: ...
+    @property
+    def ends_ns(self) -> int:
+        """When the last one was to end, as predicted when the plan was made."""
+        ...
+
+    @property
+    def held(self) -> Sequence[HeldStepView]:
+        """Those that the ranks have not heard of, in order."""
+        ...
+
+
+class PlannedView(Protocol):
+    """A sequence with such a plan."""
+
+    @property
+    def id(self) -> SequenceId: ...
+    @property
+    def request(self) -> RequestView: ...
+    @property
+    def plan(self) -> PlanView | None: ...
+
+
 class View(Protocol):
     """All that a policy decides on."""
 
@@ -284,6 +332,11 @@ class View(Protocol):
     def waiting(self, line: Line) -> Sequence[RequestView]:
         """The requests of a line in order of admission. It may be very long: no policy looks at
         all of it in every round."""
+        ...
+
+    @property
+    def planned(self) -> Sequence[PlannedView]:
+        """Sequences with steps that the ranks have not heard of, in the order of their start."""
         ...
 
     @property

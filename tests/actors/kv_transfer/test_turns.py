@@ -22,9 +22,9 @@ FIRST, LENGTH = 30, 70
 """Tokens of a prompt's first chunk, which one rank computes, and of all of it."""
 
 
-def request(rid: int) -> Request:
-    shares = even_shares(LENGTH, range(2))
-    return Request(rid=rid, prompt=prompt_of(LENGTH, rid), shares=shares, master=rid % 2)
+def request(rid: int, decode: int = 2) -> Request:
+    shares = even_shares(LENGTH, range(decode))
+    return Request(rid=rid, prompt=prompt_of(LENGTH, rid), shares=shares, master=rid % decode)
 
 
 def begin(cell: ThreadCell, it: Request) -> int:
@@ -57,12 +57,26 @@ def turns(cell: ThreadCell) -> list[ReceivingTurns]:
     return [it.turns for it in receivers if it is not None]
 
 
-async def test_one_backend_serves_many_requests_in_chunks(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(
+    ("decode_tp", "processes"), [(1, ()), (2, ()), pytest.param(1, (1,), marks=pytest.mark.slow)]
+)
+async def test_one_backend_serves_many_requests_in_chunks(
+    tiny_llama: Path, decode_tp: int, processes: Sequence[int]
+) -> None:
     """Whichever chunk is computed first: second chunks are in line behind others' first ones, and
-    both ranks of a group want the one turn that there is."""
-    rng = random.Random(0)
-    async with thread_cell(tiny_llama, prefill=2, decode=2, kv_receiving_backends=1) as cell:
-        requests = [request(rid) for rid in range(5)]
+    both ranks of a group want the one turn that there is. Small instances prefill, and larger ones
+    may decode; the second rank of each gang may be a process."""
+    rng, decode = random.Random(0), 2 // decode_tp
+    async with thread_cell(
+        tiny_llama,
+        prefill=2,
+        decode=decode,
+        decode_tp=decode_tp,
+        kv_receiving_backends=1,
+        prefill_processes=processes,
+        decode_processes=processes,
+    ) as cell:
+        requests = [request(rid, decode) for rid in range(5)]
         for it in requests:
             await cell.reserve(it)
         left = [it for it in requests for _ in range(2)]

@@ -22,7 +22,7 @@ from csps.loadgen.workloads.named import workload
 from csps.services.launch.settings import Settings
 from csps.services.profiling import improvement_source
 from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.policies.tetris.improvement import FIT
+from csps.services.scheduling.policies.tetris.improvement import FIT, WINDOW_S, ImprovementRates
 
 CLUSTER = replace(load_cluster("tetris-16"), inside=None, between=None)
 UNLIMITED = {"max_batch": 1 << 20}
@@ -80,6 +80,28 @@ def test_the_best_rate_grows_with_the_load() -> None:
     assert loads == tuple(0.5 * (index + 1) for index in range(len(loads)))
     assert rates[0] <= 0.25 < max(rates)
     assert all(later >= min(0.5, rate) - 0.25 for rate, later in pairwise(rates))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trace", ["tetris-short", "tetris-medium", "tetris-long"])
+def test_the_table_beats_every_fixed_rate_on_fresh_seeds(trace: str) -> None:
+    """To within 5 %, over all loads that can be sustained, each counting as much as any other."""
+    planner, rates = planner_of(CLUSTER, 512), (0.05, 0.2, 0.35, 0.5, 0.65, 0.75)
+    profiled = drawn_from(workload(trace), CLUSTER, requests=400, seed=0)
+    records = profile(planner, profiled, rates=rates)[:-1]
+    table = ImprovementRates(records)
+    fresh = [drawn_from(workload(trace), CLUSTER, requests=400, seed=seed) for seed in (1, 2, 3)]
+    means = {
+        (load, rate): statistics.fmean(
+            ttft for drawn in fresh for ttft in ttfts_ns(planner, drawn(load), rate)
+        )
+        for load, _ in records
+        for rate in rates
+    }
+    looked_up = [means[load, table.at(round(load * WINDOW_S))] for load, _ in records]
+    for rate in rates:
+        fixed = [means[load, rate] for load, _ in records]
+        assert statistics.geometric_mean(looked_up) <= 1.05 * statistics.geometric_mean(fixed)
 
 
 def test_the_command_prints_and_keeps_them(

@@ -24,7 +24,12 @@ OPTIONS: dict[str, dict[str, object]] = {
     "csps": {"spt_tokens": 500, "short_tokens": 100, "spread_tokens": 700, "max_batch": 6},
     "fixed_sp": {"sp": 2, "spread_tokens": 700},
     "loongserve": {"decode_iterations": 2, "max_batch": 6},
-    "tetris": {"improvement_rates": [[1, 0.05], [2, 0.4]], "min_chunk": 1},
+    "tetris": {
+        "improvement_rates": [[1, 0.05], [2, 0.4]],
+        "min_chunk": 1,
+        "replan_share": 0.01,
+        "launch_ahead_s": 0,
+    },
     "context_parallel": {"short_tokens": 100, "max_batch": 6},
     "chunked_prefill": {"token_budget": 100, "spread_tokens": 700, "max_batch": 6},
 }

@@ -13,10 +13,13 @@ from csps.services.scheduling.scheduler import Scheduler
 SPREAD = {"spread_tokens": 700, "max_batch": 6}
 RIDING = {"token_budget": 256, **SPREAD}
 RINGS = {"short_tokens": 100, "max_batch": 6}
+REPLANNING = {"replan_share": 0.01, "launch_ahead_s": 0}
+"""Steps wait as long as they may, and every plan is looked at again."""
 POLICIES = [
     ("csps", {"spt_tokens": 500, "short_tokens": 100, **SPREAD}, "pair"),
     ("fixed_sp", {"sp": 2, **SPREAD}, "pair"),
     ("tetris", {"improvement_rate": 0.05, "min_chunk": 1, **SPREAD}, "pair"),
+    ("tetris", {"improvement_rate": 0.05, "min_chunk": 1, **REPLANNING, **SPREAD}, "pair"),
     ("context_parallel", RINGS, "pair"),
     ("context_parallel", RINGS, "elastic"),
     ("chunked_prefill", RIDING, "elastic"),

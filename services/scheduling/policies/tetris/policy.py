@@ -1,7 +1,8 @@
 """Every prompt in chunks, each on a group of its own size: Tetris.
 
 A request gets its plan as it arrives, on the times at which instances will be free: a chunk is
-given to them while they are still busy, and runs when its turn comes. Strictly first come, first
+given to them while they are still busy, and runs when its turn comes. Chunks whose turn is far off
+are planned again when reality differs from what was predicted. Strictly first come, first
 served: when the oldest finds no slots, all wait. A prompt's KV goes to the one decode instance that
 has most free slots for each request that it decodes (§5.2), or to several if none has room for all
 of it.
@@ -9,12 +10,12 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from csps.services.scheduling.commands import Share
+from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.cost import StepTimes
 from csps.services.scheduling.decisions import (
     Blocked,
@@ -22,6 +23,7 @@ from csps.services.scheduling.decisions import (
     DecodePlacement,
     PlannedPiece,
     PlannedStep,
+    Replan,
     StartPlan,
     Trial,
 )
@@ -31,10 +33,24 @@ from csps.services.scheduling.policies.reuse import NOTHING
 from csps.services.scheduling.policies.tetris.balance import balanced
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk, group_sizes
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.services.scheduling.policies.tetris.replanning import (
+    Computed,
+    differs,
+    held_commands,
+    in_line,
+    plan_of,
+)
 from csps.services.scheduling.ring_rows import in_layout
 from csps.services.scheduling.shares import bounds_of, level_shares
 from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import CachedView, CostView, PairView, RequestView, View
+from csps.services.scheduling.view import (
+    CachedView,
+    CostView,
+    PairView,
+    PlannedView,
+    RequestView,
+    View,
+)
 
 
 class Tetris:
@@ -59,6 +75,9 @@ class Tetris:
             _Pair(pair, view.now_ns, rate, self.options, self.decode_options) for pair in view.pairs
         ]
         decisions: list[Decision] = []
+        if view.planned:
+            for pair in pairs:
+                decisions += pair.replan(view)
         for request in view.waiting("long"):
             plan = next((it for pair in pairs if (it := pair.start(request, view))), None)
             if plan is None:
@@ -181,6 +200,13 @@ class _Pair:
         return _planner(self._servers, costs, self._options.min_chunk, self._options.chunked)
 
     def _plan(self, request: RequestView, work: _Work, placed: Placed, cost: CostView) -> StartPlan:
+        steps = self._steps(request, work, cost)
+        self._decode.take(placed, request.output_tokens)
+        decode = (DecodePlacement(request.id, placed.shares, placed.master),)
+        return StartPlan(steps=steps, decode=decode, ahead_ns=self._options.ahead_ns)
+
+    def _steps(self, request: RequestView, work: _Work, cost: CostView) -> tuple[PlannedStep, ...]:
+        """Chunks as steps, in the line of their instances."""
         steps = []
         holding = dict.fromkeys(work.held, 0)
         for it in self._spots:
@@ -191,21 +217,55 @@ class _Pair:
             used = {it: part for it, part in computing if part or it in holding}
             steps.append(self._step(request, chunk, used, cost))
             holding |= used
-        self._decode.take(placed, request.output_tokens)
-        decode = (DecodePlacement(request.id, placed.shares, placed.master),)
-        return StartPlan(steps=self._balanced(steps, work.cached.shares), decode=decode)
+        return self._balanced(steps, work.cached.shares)
 
     def _balanced(
         self, steps: Sequence[PlannedStep], kept: tuple[Share, ...]
     ) -> tuple[PlannedStep, ...]:
         """With history even over each chunk's group, as far as slots allow."""
-        if len(steps) == 1:
+        if len(steps) == 1 and all(it.origin for it in kept):
             return tuple(steps)
         free = {it.id: it.free for it in self._spots}
         moving = tuple(balanced(steps, kept, free))
         for spot in self._spots:
             spot.free = free[spot.id]
         return moving
+
+    # --- planning again --------------------------------------------------------------------
+
+    def replan(self, view: View) -> Iterator[Replan]:
+        """Plans whose end is not what it was to be are made again for what no rank has heard of,
+        the oldest first: each on the times at which instances are free of those before it."""
+        numbers = {it.id: number for number, it in enumerate(self._spots)}
+        for spot in self._spots:
+            sent = [it.end_ns for it in spot.view.steps.values() if not it.held]
+            spot.free_at_ns = max([self._now_ns, *sent])
+        for sequence in view.planned:
+            held = held_commands(sequence)
+            if held[0].group[0] not in numbers:
+                continue  # of another gang
+            ends_ns = in_line(sequence, numbers, [it.free_at_ns for it in self._spots])
+            if differs(sequence, ends_ns[-1], self._options.replan_share):
+                steps = self._better(sequence, held[0], ends_ns[-1], view.cost)
+                yield Replan(sequence=sequence.id, version=plan_of(sequence).version, steps=steps)
+                if steps:
+                    continue
+            for command, end_ns in zip(held, ends_ns, strict=True):
+                for it in command.group:
+                    self._spots[numbers[it]].free_at_ns = end_ns
+
+    def _better(
+        self, sequence: PlannedView, first: RunStep, end_ns: int, cost: CostView
+    ) -> tuple[PlannedStep, ...]:
+        """Other chunks from the first that no rank has heard of. None if they do not improve the
+        time that is left by as much as a larger group would have to, because others pay for it; or
+        have no slots beside the old ones."""
+        computed = Computed(first.pieces[0].start, first.history[0])
+        work = self._work(sequence.request.prompt_tokens, computed, cost)
+        left_ns = end_ns - self._now_ns
+        if work is None or work.ends_ns >= left_ns * (1 - self._rate):
+            return ()
+        return self._steps(sequence.request, work, cost)
 
     def _step(
         self, request: RequestView, chunk: Chunk, used: Mapping[int, int], cost: CostView

@@ -1,0 +1,256 @@
+"""Steps that ranks hear of shortly before they begin, and plans that are made again until then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from scheduler_cell import RandomCell
+from scheduler_desk import LINK, MS, SECOND, Desk, only
+
+from csps.services.scheduling import commands as cmd
+from csps.services.scheduling import events as ev
+from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.decisions import (
+    Decision,
+    DecodePlacement,
+    PlannedPiece,
+    PlannedStep,
+    Replan,
+    StartPlan,
+    Trial,
+)
+from csps.services.scheduling.ids import instance_id
+from csps.services.scheduling.policies.choice import make_policy
+from csps.services.scheduling.policies.tetris.options import TetrisOptions
+from csps.services.scheduling.policies.tetris.policy import Tetris
+from csps.services.scheduling.scheduler import Scheduler
+from csps.services.scheduling.view import PairView, View
+
+P0, P1, D0 = instance_id(1, 0), instance_id(1, 1), instance_id(2, 0)
+AHEAD_NS = 200 * MS
+SLOTS = 8000
+"""Of both prefill instances."""
+
+
+def step(group: tuple[int, ...], start: int, length: int, request: int = 1) -> PlannedStep:
+    """A second on some instances, evenly."""
+    bounds = tuple(length * index // len(group) for index in range(len(group) + 1))
+    return PlannedStep(
+        group=group,
+        bounds=bounds,
+        pieces=(PlannedPiece(request, start, length),),
+        strategy="ring_kv",
+        predicted_ns=SECOND,
+    )
+
+
+def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
+    placement = DecodePlacement(request, (cmd.Share(D0, 0, length),), D0)
+    return StartPlan(steps=steps, decode=(placement,), ahead_ns=AHEAD_NS)
+
+
+CHUNKS = plan(step((P0,), 0, 100), step((P0, P1), 100, 300), step((P0, P1), 400, 100))
+
+
+class Scripted:
+    """A policy that decides what it is told, once, and what it sees."""
+
+    name = "scripted"
+    whole_prompts = True
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.decisions: Sequence[Decision] = decisions
+        self._real = make_policy("csps")
+        self.seen: list[tuple[int, int, list[int]]] = []
+        """(sequence, version, starts of held pieces)."""
+
+    def line(self, prompt_tokens: int, pairs: object) -> str:
+        return "long"
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        self.seen = [
+            (it.id, it.plan.version, [held.command.pieces[0].start for held in it.plan.held])  # type: ignore[union-attr]
+            for it in view.planned
+        ]
+        decisions, self.decisions = self.decisions, ()
+        return decisions
+
+    def trial(self, pair: PairView) -> Trial:
+        return self._real.trial(pair)
+
+
+class Line(Desk):
+    """With a policy that does as it is told."""
+
+    def __init__(self, *decisions: Decision) -> None:
+        self.policy = Scripted(*decisions)
+        super().__init__(self.policy)  # type: ignore[arg-type]
+        self.ready()
+
+    def decide(self, *decisions: Decision) -> list[cmd.AnyCommand]:
+        """What follows when the policy is asked again."""
+        self.policy.decisions = decisions
+        return self.turn(LINK)
+
+    @property
+    def taken(self) -> int:
+        """Slots of the gang that prefills."""
+        return round(self.scheduler.counts.prefill_kv * SLOTS)
+
+
+def started(made: Line) -> tuple[int, cmd.RunStep]:
+    """The request's sequence, and the one step that the ranks hear of."""
+    commands = made.turn(made.submit(500, 10))
+    (reserve,), (first,) = only(commands, cmd.Reserve), only(commands, cmd.RunStep)
+    return reserve.sequence, first
+
+
+def done(it: cmd.RunStep) -> list[ev.AnyEvent]:
+    return [ev.StepDone(step=it.step, instance=at, took_ns=SECOND) for at in it.group]
+
+
+def test_a_step_is_sent_shortly_before_it_begins() -> None:
+    """Whether the one before it has been reported or not, which it is when its KV has left."""
+    made = Line(CHUNKS)
+    begin_ns = made.now_ns + MS
+    _, first = started(made)
+    assert first.group == (P0,)
+    assert made.taken == 500
+    (second,) = only(made.wait(until_ns=begin_ns + SECOND), cmd.RunStep)
+    assert second.pieces[0].start == 100
+    assert second.ends_ns == begin_ns + 2 * SECOND
+    (third,) = only(made.wait(until_ns=begin_ns + 2 * SECOND), cmd.RunStep)
+    assert third.history[0][0] == cmd.Share(P0, 0, 100)
+
+
+def test_a_step_whose_turn_has_come_early_is_sent_at_once() -> None:
+    made = Line(CHUNKS)
+    _, first = started(made)
+    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    assert second.pieces[0].start == 100
+
+
+def test_what_no_rank_has_heard_of_is_planned_again() -> None:
+    """The new steps' slots are taken first; then the old ones' come back."""
+    made = Line(CHUNKS)
+    sequence, first = started(made)
+    rest = step((P1, P0), 100, 400)
+    assert only(made.decide(Replan(sequence=sequence, version=0, steps=(rest,))), cmd.RunStep) == []
+    assert made.taken == 500
+    (second,) = only(made.turn(*done(first)), cmd.RunStep)
+    assert (second.group, second.pieces[0].length) == ((P1, P0), 400)
+    assert second.history == ((cmd.Share(P0, 0, 100),),)
+    made.turn(ev.FirstToken(sequence=sequence), *done(second))
+    assert made.taken == 0
+
+
+def test_a_plan_that_stays_is_measured_from_now_on() -> None:
+    made = Line(CHUNKS)
+    sequence, _ = started(made)
+    made.decide(Replan(sequence=sequence, version=0, steps=()))
+    made.decide()
+    assert made.policy.seen == [(sequence, 1, [100, 400])]
+
+
+def test_a_new_plan_keeps_its_place_in_the_line() -> None:
+    """Before a younger request that is not sent yet either, wherever it goes now."""
+    younger = plan(step((P1,), 0, 100, 2), step((P1,), 100, 400, 2), request=2)
+    made = Line(CHUNKS)
+    sequence, first = started(made)
+    made.policy.decisions = (younger,)
+    made.turn(made.submit(500, 10))
+    rest = step((P0,), 100, 300), step((P0, P1), 400, 100)
+    made.decide(Replan(sequence=sequence, version=0, steps=rest))
+    assert [number for number, *_ in made.policy.seen] == [sequence, sequence + 1]
+    sent = [first]
+    while len(sent) < 5:
+        commands = made.turn(*done(sent[-1]))
+        sent += only(commands, cmd.RunStep) or only(made.wait(), cmd.RunStep)
+    order = [(it.pieces[0].sequence - sequence, it.pieces[0].start) for it in sent]
+    assert order == [(0, 0), (0, 100), (0, 400), (1, 0), (1, 100)]
+
+
+def test_who_leaves_between_chunks_gives_everything_back() -> None:
+    made = Line(CHUNKS)
+    _, first = started(made)
+    commands = made.turn(ev.Cancelled(request=1))
+    assert [type(it) for it in commands] == [cmd.Cancel]
+    made.turn(*done(first))
+    assert made.taken == 0
+    assert made.policy.seen == []
+
+
+def test_a_gang_that_dies_takes_what_was_not_sent_along() -> None:
+    made = Line(CHUNKS)
+    started(made)
+    commands = made.turn(ev.GangDown(gang=1, reason="died"))
+    assert len(only(commands, cmd.Restart)) == 1
+    made.wait(until_ns=made.now_ns + 10 * SECOND)
+    assert made.scheduler.counts.waiting == 1
+
+
+def test_who_was_told_nothing_is_not_silent() -> None:
+    """A step far off in the line of an instance that has nothing else to do."""
+    made = Line(plan(step((P0,), 0, 100), step((P0, P1), 100, 400)))
+    _, first = started(made)
+    del first
+    limit_ns = 180 * SECOND
+    made.decide()
+    heard = [made.turn(ev.Heard(instances=(P0,)), after_ns=limit_ns // 4) for _ in range(3)]
+    assert not [it for commands in heard for it in only(commands, cmd.ResetGang)]
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"version": 1}, "another plan"),
+    ({"steps": (step((P0, P1), 100, 300),)}, "not the whole prompt"),
+    ({"steps": (step((P0, P1), 0, 500),)}, "out of order"),
+    ({"steps": (step((P1,), 100, 400),)}, "outside of the group"),
+    ({"steps": (step((P0, D0), 100, 400),)}, "another gang"),
+    ({"steps": (step((P0, P1), 100, 400, 2),)}, "another request's"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_a_rest_that_is_not_sound_changes_nothing(changes: dict[str, object], message: str) -> None:
+    made = Line(CHUNKS)
+    sequence, _ = started(made)
+    sound = Replan(sequence=sequence, version=0, steps=(step((P0, P1), 100, 400),))
+    with pytest.raises(AssertionError, match=message):
+        made.decide(msgspec.structs.replace(sound, **changes))
+    assert made.taken == 500
+
+
+def test_a_rest_without_slots_beside_the_old_one_is_refused() -> None:
+    made = Line(plan(step((P0,), 0, 100), step((P0, P1), 100, 5900), length=6000))
+    commands = made.turn(made.submit(6000, 10))
+    (reserve,) = only(commands, cmd.Reserve)
+    rest = step((P0, P1), 100, 5900)
+    with pytest.raises(AssertionError, match="slots of"):
+        made.decide(Replan(sequence=reserve.sequence, version=0, steps=(rest,)))
+
+
+class Counting(Tetris):
+    """Counts the plans that it makes again."""
+
+    made_again = 0
+
+    def decide(self, view: View) -> Sequence[Decision]:
+        decisions = super().decide(view)
+        self.made_again += sum(1 for it in decisions if isinstance(it, Replan) and it.steps)
+        return decisions
+
+
+def test_plans_are_made_again_in_storms() -> None:
+    """With faults and cancellations between chunks, and the books checked at every turn."""
+    made_again = 0
+    for seed in range(30):
+        options = TetrisOptions(
+            improvement_rate=0.05, min_chunk=1, replan_share=0.01, launch_ahead_s=0
+        )
+        policy = Counting(options)
+        scheduler = Scheduler(policy, Costs(CostTable(latencies=Unmeasured())))
+        RandomCell(scheduler, seed, faults=0.1).play(requests=30, turns=120)
+        made_again += policy.made_again
+    assert made_again > 10
