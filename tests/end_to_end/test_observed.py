@@ -186,8 +186,8 @@ def test_prometheus_has_data_for_every_query_of_the_dashboard(
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     with prometheus(server, tmp_path) as client:
         eventually("prometheus does not scrape", lambda: result(client, "csps:ready == 1"))
-        for _ in range(2):
-            ask(server, 3_000, {})
+        for tokens in (PROMPT_TOKENS, 3_000):  # on both instances; and begun like the one before
+            ask(server, tokens, {})
         fails(server)
         scraped = "csps:request_success_total >= 2"
         eventually("what was asked was not scraped", lambda: result(client, scraped))
