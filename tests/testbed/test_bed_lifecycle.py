@@ -135,12 +135,15 @@ def test_an_unknown_bed_cannot_be_taken_down() -> None:
 
 
 OWNER = """
+import signal
 import sys
 from pathlib import Path
 from testbed import claim
 from testbed.link import Link
 from testbed.network import two_servers
 
+# What a shell starts in the background ignores it, and so would all of its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 claim.CLAIMS = Path(sys.argv[1])
 with two_servers(Link()) as bed:
     print(bed.name, flush=True)
