@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from csps.protocols.placement import KvShare, rest_of
+from csps.protocols.placement import KvShare, rests_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.protocols.span import Span, SpanIndex
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Displaced:
 def displaced(piece: PrefillPiece) -> Iterator[Displaced]:
     """History of a piece that lies elsewhere than it is to be kept, each position once."""
     keepers = [it for it in piece.placement if it.span.start < piece.start]
+    index = SpanIndex(it.span for it in keepers)
     for held in piece.history:
-        for kept in keepers:
+        for number in index.near(held.span):
+            kept = keepers[number]
             common = held.span.intersection(kept.span)
             if common.length and kept.instance != held.instance:
                 yield Displaced(piece.rid, common, held.instance, kept.instance)
@@ -45,9 +47,11 @@ def _balanced(piece: PrefillPiece) -> PrefillPiece:
     moves = list(displaced(piece))
     if not moves:
         return piece
-    moved = [it.span for it in moves]
+    rests = rests_of((it.span for it in piece.history), [it.span for it in moves])
     staying = (
-        replace(share, span=rest) for share in piece.history for rest in rest_of(share.span, moved)
+        replace(share, span=rest)
+        for share, left in zip(piece.history, rests, strict=True)
+        for rest in left
     )
     arrived = (KvShare(instance=it.target, span=it.span) for it in moves)
     return replace(piece, history=(*staying, *arrived))

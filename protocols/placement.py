@@ -7,11 +7,11 @@ three placements (`PrefillPiece.rows`, `history`, `placement`), each in any layo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from csps.protocols.span import Span
+from csps.protocols.span import Span, SpanIndex
 
 Layout = tuple[tuple[Span, ...], ...]
 """Of a chunk over the parts of a group: per part its spans, the chunk's first token at 0."""
@@ -123,6 +123,13 @@ def rest_of(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
     for other in others:
         rest = tuple(part for it in rest for part in it.without(other))
     return rest
+
+
+def rests_of(spans: Iterable[Span], others: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """Of each span, the positions that none of the others has."""
+    index = SpanIndex(others)
+    for span in spans:
+        yield rest_of(span, [others[it] for it in index.near(span)])
 
 
 def _spans(*spans: Span) -> tuple[Span, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate
 from math import gcd
 
 
@@ -83,7 +84,7 @@ class Span:
         return (
             sum(it.length for it in parts) == self.length
             and all(it.intersection(self) == it for it in parts)
-            and not any(a.intersection(b).length for a, b in combinations(parts, 2))
+            and disjoint(parts)
         )
 
     def shifted(self, tokens: int) -> Span:
@@ -105,3 +106,71 @@ class Span:
 
 EVERYTHING: tuple[Span, ...] = (Span(0, 2**62),)
 """All positions that a sequence has."""
+
+
+class SpanIndex:
+    """Many spans, of which those are found that one may have positions in common with.
+
+    A placement over a large group has hundreds of spans, of which each meets few others; comparing
+    all with all takes tens of milliseconds. Spans of one step and one remainder lie on a *line*,
+    on which those that a span meets are neighbours, or few.
+    """
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        found: dict[int, dict[int, list[tuple[int, int, int]]]] = {}
+        for number, it in enumerate(spans):
+            lines = found.setdefault(it.step, {})
+            lines.setdefault(it.start % it.step, []).append((it.start, it.stop, number))
+        self._steps = [(step, _Lines(lines)) for step, lines in found.items()]
+
+    def near(self, span: Span) -> list[int]:
+        """Numbers of the spans that may have positions in common with one, ascending: all that do,
+        and perhaps others."""
+        return sorted([it for step, lines in self._steps for it in lines.near(span, step)])
+
+
+class _Lines:
+    """Spans of one step, by remainder."""
+
+    def __init__(self, lines: dict[int, list[tuple[int, int, int]]]) -> None:
+        self._lines = {remainder: _Line(spans) for remainder, spans in lines.items()}
+        self._start = min(it.starts[0] for it in self._lines.values())
+        self._stop = max(it.reached[-1] for it in self._lines.values())
+
+    def near(self, span: Span, step: int) -> Iterator[int]:
+        if span.stop <= self._start or self._stop <= span.start:
+            return
+        if span.step % step == 0 or span.length == 1:
+            line = self._lines.get(span.start % step)
+            if line is not None:
+                yield from line.near(span)
+            return
+        common = gcd(span.step, step)
+        for remainder, line in self._lines.items():
+            if (span.start - remainder) % common == 0:
+                yield from line.near(span)
+
+
+class _Line:
+    """Spans of one step and one remainder: (start, stop, number) of each."""
+
+    def __init__(self, spans: list[tuple[int, int, int]]) -> None:
+        spans.sort()
+        self.starts = [start for start, _, _ in spans]
+        self.reached = list(accumulate([stop for _, stop, _ in spans], max))
+        """Where all spans up to each have ended."""
+        self._numbers = [number for _, _, number in spans]
+
+    def near(self, span: Span) -> list[int]:
+        first = bisect_right(self.reached, span.start)
+        return self._numbers[first : bisect_left(self.starts, span.stop)]
+
+
+def disjoint(spans: Sequence[Span]) -> bool:
+    """Whether no two of them have a position in common."""
+    index = SpanIndex(spans)
+    return not any(
+        other < number and spans[other].intersection(it).length
+        for number, it in enumerate(spans)
+        for other in index.near(it)
+    )

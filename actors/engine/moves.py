@@ -24,7 +24,7 @@ from csps.actors.transfers import Label, Transfer, Transfers
 from csps.protocols.balance import displaced
 from csps.protocols.placement import rest_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
-from csps.protocols.span import Span
+from csps.protocols.span import Span, SpanIndex
 
 Offered = Callable[[int], Collection[int]]
 """(member) -> other members whose rows' KV comes by it in a layer."""
@@ -61,12 +61,13 @@ def row_moves(group: SpGroup) -> list[Move]:
 
 
 def _row_moves(group: SpGroup, piece: PrefillPiece) -> Iterator[Move]:
+    members = {instance: number for number, instance in enumerate(group.job.group)}
+    index = SpanIndex(it.span for it in piece.placement)
     for source, parts in enumerate(group.parts):
-        computed = [part for part in parts if part.piece is piece]
-        for share in piece.placement:
-            target = group.job.group.index(share.instance)
-            for part in computed if target != source else ():
-                if (common := part.span.intersection(share.span)).length:
+        for part in (it for it in parts if it.piece is piece):
+            for share in (piece.placement[it] for it in index.near(part.span)):
+                target, common = members[share.instance], part.span.intersection(share.span)
+                if target != source and common.length:
                     yield Move(piece.rid, common, source, target, part.within(common).rows)
 
 

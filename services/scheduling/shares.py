@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter
 
-from csps.protocols.placement import Layout, rest_of
+from csps.protocols.placement import Layout, rest_of, rests_of
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.ids import InstanceId
@@ -75,8 +75,9 @@ def within(shares: Iterable[Share], span: Span) -> tuple[Share, ...]:
 
 def outside(shares: Iterable[Share], others: Iterable[Share]) -> tuple[Share, ...]:
     """Those of the positions that none of the others has, on whichever instance."""
-    spans = [it.span for it in others]
-    return tuple(it.cut(rest) for it in shares for rest in rest_of(it.span, spans))
+    shares = list(shares)
+    rests = rests_of((it.span for it in shares), [it.span for it in others])
+    return tuple(it.cut(rest) for it, left in zip(shares, rests, strict=True) for rest in left)
 
 
 def parts(span: Span, shares: Iterable[Share]) -> bool:

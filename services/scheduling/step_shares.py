@@ -90,7 +90,9 @@ def _coming(keep: tuple[Share, ...], there: Sequence[Share]) -> Iterator[Share]:
     for it in there if keep else ():
         having.setdefault(it.instance, []).append(it)
     for share in keep:
-        yield from outside([share], having.get(share.instance, ()))
+        held = having.get(share.instance, ())
+        if share not in held:
+            yield from outside([share], held)
 
 
 Lying = dict[RequestId, tuple[Share, ...]]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.protocols.placement import (
     KvShare,
+    Layout,
     contiguous,
     place,
+    rest_of,
+    rests_of,
     round_robin,
     striped,
     striped_of,
     zigzag,
     zigzag_of,
 )
-from csps.protocols.span import Span
+from csps.protocols.span import Span, SpanIndex, disjoint
 
 SPANS = st.builds(
     lambda start, extent, step: Span(start, start + extent, step),
@@ -56,6 +61,46 @@ def test_a_span_is_a_range(start: int, extent: int, step: int) -> None:
     assert span.positions == positions
     assert span.length == len(positions)
     assert list(span.shifted(7).positions) == [p + 7 for p in positions]
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(SPANS, max_size=8), st.lists(SPANS, max_size=4))
+def test_an_index_finds_all_that_meet_a_span(spans: list[Span], others: list[Span]) -> None:
+    index = SpanIndex(spans)
+    for other in others:
+        near = index.near(other)
+        met = [number for number, it in enumerate(spans) if it.intersection(other).length]
+        assert near == sorted(set(near))
+        assert set(met) <= set(near)
+    assert list(rests_of(others, spans)) == [rest_of(it, spans) for it in others]
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(SPANS, max_size=4), st.lists(st.integers(0, 40), min_size=1, max_size=6))
+def test_spans_are_disjoint_if_no_position_is_there_twice(
+    spans: list[Span], tokens: list[int]
+) -> None:
+    positions = list(chain.from_iterable(it.positions for it in spans))
+    assert disjoint(spans) == (len(positions) == len(set(positions)))
+    for layout in (zigzag_of(tokens), striped_of(tokens)):
+        parts = [span for spans in layout for span in spans]
+        assert disjoint(parts)
+        assert Span(0, sum(tokens)).parted_by(parts)
+        assert not disjoint([*parts, *parts[-1:]]) or not parts
+
+
+@pytest.mark.parametrize("layout", [zigzag_of, striped_of])
+def test_a_span_is_compared_with_few_of_a_large_group(
+    layout: Callable[[Sequence[int]], Layout],
+) -> None:
+    """Chunks on 32, 64 and 128 instances, some of which have a token more."""
+    spans, start = [], 0
+    for size in (32, 64, 128):
+        tokens = [100 + (part < size // 3) for part in range(size)]
+        spans += [it.shifted(start) for parts in layout(tokens) for it in parts]
+        start += sum(tokens)
+    index = SpanIndex(spans)
+    assert sum(len(index.near(it)) for it in spans) <= 3 * len(spans)
 
 
 def test_equal_positions_are_one_span() -> None:

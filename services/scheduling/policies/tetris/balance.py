@@ -15,7 +15,7 @@ import msgspec
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import PlannedStep
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.shares import level_shares, outside, tokens_on
+from csps.services.scheduling.shares import level_shares, outside, own, tokens_on
 from csps.services.scheduling.step_shares import rows_of
 
 
@@ -62,12 +62,14 @@ def balancing_moves(
     if targets is None:
         return ()
     target_of = {it: fixed.get(it, 0) for it in group} | dict(zip(level, targets, strict=True))
+    of: dict[InstanceId, list[Share]] = {}
+    for it in own(history):
+        of.setdefault(it.instance, []).append(it)
     surplus, wants = [], []
     for instance, target in target_of.items():
         excess = held.get(instance, 0) - target
         if excess > 0:
-            mine = [it for it in history if it.instance == instance and not it.origin]
-            surplus += list(_last(mine, excess))
+            surplus += list(_last(of[instance], excess))
         elif excess < 0:
             wants.append((instance, -excess))
     return tuple(_dealt(surplus, wants))
@@ -94,7 +96,8 @@ def _targets(total: int, held: Sequence[int], free: Sequence[int | None]) -> lis
         return level_shares(total, limits)
     base, over = divmod(total, count)
     most = sorted(range(count), key=lambda it: (-held[it], it))
-    return [base + (it in most[:over]) for it in range(count)]
+    more = set(most[:over])
+    return [base + (it in more) for it in range(count)]
 
 
 def _last(shares: Sequence[Share], tokens: int) -> Iterator[Share]:
