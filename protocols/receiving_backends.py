@@ -83,16 +83,6 @@ class ReceivingBackends:
             self.free += held.backends
         return self._grant()
 
-    def lose(self, sender: int) -> list[Transfer]:
-        """A sender has died with all that it was sending; its requests keep their backends until
-        they are released. Returns those that may begin now."""
-        for held in self._requests.values():
-            held.waiting = deque(it for it in held.waiting if it.sender != sender)
-            for transfer in [it for it in held.sending if it.sender == sender]:
-                del held.sending[transfer]
-                held.idle += 1
-        return self._grant()
-
     def backends_of(self, request: int) -> int:
         """How many a request holds."""
         held = self._requests.get(request)
@@ -102,11 +92,6 @@ class ReceivingBackends:
         """Transfers of a request without a backend."""
         held = self._requests.get(request)
         return [] if held is None else list(held.waiting)
-
-    @property
-    def waiting(self) -> list[Transfer]:
-        """Transfers without a backend, those that are served first at the front."""
-        return [transfer for held in self._requests.values() for transfer in held.waiting]
 
     def _grant(self) -> list[Transfer]:
         """Give a request's idle backends to its own transfers, and free ones to the request that
