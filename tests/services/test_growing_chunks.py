@@ -99,3 +99,31 @@ async def test_a_prefill_gang_that_dies_between_chunks(
             assert tokens == reference_tokens(tiny_llama, prompt, 6)
         assert between.timings.attempts == 2
         await cell.settled()
+
+
+@pytest.mark.slow
+async def test_a_decode_gang_that_dies_while_a_request_holds_its_only_backend(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had the turn and whoever waited for it start over; who leaves meanwhile, leaves."""
+    policy = make_policy("tetris", TETRIS)
+    held = HeldChunk(monkeypatch)
+    async with real_cell(tiny_llama, policy, instances=4, backends=1, mortal="decode") as cell:
+        between = cell.submit(120, seed=1)
+        answered = asyncio.ensure_future(answer(between))
+        await held.come()
+        link = cell.gangs["decode"].ranks[0]._kv_link
+        await eventually(lambda: link._receiver is not None and not link._receiver.turns.idle)
+        later, cancelled = cell.submit(60, seed=2), cell.submit(70, seed=3)
+        waiting = asyncio.ensure_future(answer(later))
+        cell.gangs["decode"].process(1).kill()
+        await eventually(lambda: not cell.service.ready)
+        cancelled.cancel()
+        held.go_on.set()
+        await cell.start_gang("decode")
+        cell.publish()
+        for it, tokens in ((between, await answered), (later, await waiting)):
+            prompt = it.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+        assert between.timings.attempts == 2
+        await cell.settled()

@@ -49,11 +49,19 @@ class Cell:
     """Ends the gangs."""
     instances: int
     tp: int
+    backends: int
+    """Transfers that a decode rank takes at a time."""
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
 
     async def start_gang(self, role: GangRole, in_processes: Sequence[int] = ()) -> None:
         """Start a gang, in the place of the one before it if there was one."""
-        plan = GangPlan(model_dir=str(self.model), role=role, instances=self.instances, tp=self.tp)
+        plan = GangPlan(
+            model_dir=str(self.model),
+            role=role,
+            instances=self.instances,
+            tp=self.tp,
+            kv_receiving_backends=self.backends,
+        )
         self.gangs[role] = await self.stack.enter_async_context(thread_gang(plan, in_processes))
 
     def publish(self) -> None:
@@ -117,6 +125,7 @@ async def real_cell(
     roles: Sequence[GangRole] = PAIR,
     instances: int = 2,
     tp: int = 1,
+    backends: int = 16,
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
     latencies: Unmeasured | None = None,
@@ -144,7 +153,7 @@ async def real_cell(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
     async with AsyncExitStack() as stack:
-        cell = Cell(model, directory, service, stack, instances, tp)
+        cell = Cell(model, directory, service, stack, instances, tp, backends)
         stack.push_async_callback(service.close, 0.0)
         await service.start()
         for role in roles:
