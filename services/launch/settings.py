@@ -124,11 +124,6 @@ class SchedulingSettings(Section):
         if RIDES in self.options:
             raise ConfigError(f"{RIDES} stands under decode, not under scheduling")
         make_policy(self.policy, self.options, beside=type(self).model_fields)
-        if self.options.get("move_us_per_1k_tokens"):
-            raise ConfigError(
-                "option move_us_per_1k_tokens is for csps simulate: ranks do not move KV of what "
-                "they decode"
-            )
         return self
 
 

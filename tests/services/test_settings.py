@@ -112,6 +112,12 @@ def test_a_cell_has_a_pair_of_gangs_or_an_elastic_one() -> None:
     assert elastic.prefilling is elastic.decoding is elastic.elastic
 
 
+def test_a_deployed_elastic_gang_may_move_what_it_decodes() -> None:
+    options = {"policy": "loongserve", "move_us_per_1k_tokens": 500}
+    settings = Settings.model_validate({**ELASTIC, "scheduling": options})
+    assert settings.scheduling.options == {"move_us_per_1k_tokens": 500}
+
+
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError):
         Settings().dtype = "float16"  # type: ignore[misc]
