@@ -376,11 +376,12 @@ class SimulatedGangs:
             return
         key = ("move", command.sequence)
         del self._moving[command.sequence]
-        coming = self._decode_slots.held_by(key)
-        for index in coming:
+        for index in self._decode_slots.held_by(key):
             self._decode_slots.give_back(key, index)
         if task.done_ns < task.work_ns or self._sequences.get(command.sequence) is not sequence:
-            self._tell_freed(gang, command.sequence, coming)
+            held = self._decode_slots.held_by(command.sequence)
+            named = map(index_of, decode_slots(command, 0))
+            self._tell_freed(gang, command.sequence, [it for it in named if it not in held])
             return
         there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
         left = [it for it in self._decode_slots.held_by(command.sequence) if it not in there]
@@ -467,7 +468,8 @@ class SimulatedGangs:
         held = self._decode_slots.held_by(number)
         for index in held:
             self._decode_slots.give_back(number, index)
-        self._tell_freed(gang, number, held)
+        coming = self._decode_slots.held_by(("move", number))
+        self._tell_freed(gang, number, [it for it in held if it not in coming])
 
     def _finished(self, gang: GangId, row: Row) -> None:
         sequence = self._sequences.get(row.sequence)

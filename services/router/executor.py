@@ -29,8 +29,9 @@ from csps.services.router.steps import Steps
 from csps.services.router.trim import trimmed
 from csps.services.scheduling import commands
 from csps.services.scheduling.cost import Bucket, bucket_of
-from csps.services.scheduling.events import AnyEvent, StepDone
+from csps.services.scheduling.events import AnyEvent, Freed, StepDone
 from csps.services.scheduling.ids import SequenceId, gang_of, index_of
+from csps.services.scheduling.sequences import decode_slots
 
 _log = logging.getLogger(__name__)
 
@@ -260,8 +261,14 @@ class Executor:
 
     def _move(self, command: commands.MoveKv) -> None:
         sequence, gang = self._sequences.serving(command.sequence), self._gangs.get(command.gang)
-        if sequence is not None and gang is not None:
+        if sequence is None or gang is None:
+            return
+        if not sequence.leaving:
             gang.notify_all("move", pack(begin_move(command, sequence, gang)))
+            return
+        for instance in decode_slots(command, 0):  # its last token is on its way: nothing moves
+            if instance not in sequence.unfreed:
+                self._tell(Freed(sequence=sequence.id, instance=instance))
 
     # --- keeping -------------------------------------------------------------------------------
 

@@ -60,18 +60,19 @@ def begin_move(command: MoveKv, sequence: LiveSequence, gang: GangClient) -> Mov
         trace=sequence.running.carrier,
     )
     members = [instance_id(command.gang, it) for it in message.instances]
-    sequence.move = LiveMove(command, InstanceRanks(gang, iter(members)))
-    # Whichever it leaves or comes to tell when they hold nothing of it any more.
-    sequence.unfreed = InstanceRanks(gang, iter(members))
+    sequence.move = LiveMove(command, InstanceRanks(gang, members))
+    # Whichever it comes to tells as well when it holds nothing of it any more.
+    known = decode_slots(sequence.placed, 0)
+    sequence.unfreed.expect(it for it in members if it not in known)
     return message
 
 
 def end_move(sequence: LiveSequence, move: LiveMove) -> None:
-    """A row goes on where it was moved to."""
-    command = move.command
+    """A row goes on where it was moved to. Ranks there may have told already that it has ended."""
+    before, after = decode_slots(sequence.placed, 0), decode_slots(move.command, 0)
     sequence.move = None
-    sequence.placed = command
-    sequence.unfreed = InstanceRanks(move.untold.gang, iter(decode_slots(command, 0)))
+    sequence.placed = move.command
+    sequence.unfreed.forget(it for it in before if it not in after)
 
 
 def row_placement(placed: Placed) -> RowPlacement:

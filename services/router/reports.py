@@ -202,6 +202,7 @@ class Reports:
 
     def free(self, sequence: LiveSequence, number: GangId, rank: int) -> None:
         """A decode rank holds nothing of the sequence."""
+        sequence.leaving = True
         instance = instance_id(number, sequence.decode.instance_of(rank))
         if sequence.unfreed.reported(instance, rank):
             self._tell(Freed(sequence=sequence.id, instance=instance))

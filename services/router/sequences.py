@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,17 +13,17 @@ from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
 from csps.services.scheduling.sequences import Placed, decode_slots
+from csps.services.scheduling.shares import own
 
 if TYPE_CHECKING:
     from csps.services.router.moves import LiveMove
-from csps.services.scheduling.shares import own
 
 
 class InstanceRanks:
     """Which ranks of which instances have not reported yet: events speak of instances, and all
     `tp` ranks of one hold the same tokens, each with its own heads."""
 
-    def __init__(self, gang: GangClient, instances: Iterator[InstanceId]) -> None:
+    def __init__(self, gang: GangClient, instances: Iterable[InstanceId]) -> None:
         self.gang = gang
         self._missing = {it: set(gang.ranks_of(index_of(it))) for it in instances}
 
@@ -43,6 +43,16 @@ class InstanceRanks:
             return False
         del self._missing[instance]
         return True
+
+    def expect(self, instances: Iterable[InstanceId]) -> None:
+        """These are to report as well, all of their ranks."""
+        for it in instances:
+            self._missing[it] = set(self.gang.ranks_of(index_of(it)))
+
+    def forget(self, instances: Iterable[InstanceId]) -> None:
+        """Whether these report does not matter any more."""
+        for it in instances:
+            self._missing.pop(it, None)
 
     def clear(self) -> None:
         """Nobody will report any more."""
@@ -75,6 +85,8 @@ class LiveSequence:
     last_token: int = -1
     joined: bool = False
     """Its gang was told to decode it."""
+    leaving: bool = False
+    """Its gang decodes it no more: a rank has told that it holds nothing of it."""
     move: LiveMove | None = None
     """To other instances, while it is on its way."""
     landed: list[KvLanded] = field(default_factory=list)
@@ -99,8 +111,8 @@ def live_sequence(command: Reserve, running: Running, decode: GangClient) -> Liv
         placed=command,
         running=running,
         decode=decode,
-        unlanded=InstanceRanks(decode, iter({it.instance: 0 for it in own(command.shares)})),
-        unfreed=InstanceRanks(decode, iter(holders)),
+        unlanded=InstanceRanks(decode, [it.instance for it in own(command.shares)]),
+        unfreed=InstanceRanks(decode, holders),
         first_index=running.timings.tokens,
         next_index=running.timings.tokens,
     )

@@ -62,7 +62,7 @@ class Steps:
         """
         if command.urgent:
             self._observer.preempted(self._standing_still(command))
-        undone = InstanceRanks(gang, iter(command.group))
+        undone = InstanceRanks(gang, command.group)
         preempting = gang.role == "elastic" and self._elastic.decoded_on(gang, command.group)
         self._running[command.step] = _RunningStep(command, shape, sequences, undone, preempting)
 

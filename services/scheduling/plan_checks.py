@@ -155,7 +155,7 @@ class PlanChecks:
     def _check_move(self, sequence: Sequence, placement: DecodePlacement) -> Slots:
         assert sequence.joined_ns is not None, "moved before it is decoded"
         assert sequence.first_token_ns is not None, "moved before its prompt is computed"
-        assert not sequence.over, "moved when it is over"
+        assert sequence.id in sequence.decode.decoding, "moved when it is over"
         assert not sequence.moves, "moved twice at a time"
         assert not sequence.cached, "what others have computed is moved"
         start, stop = sequence.answer_span

@@ -75,7 +75,7 @@ class RequestEvents:
                 self._retries.broken(sequence, ProtocolError(wrong))
 
     def _moved(self, event: ev.Moved) -> None:
-        if (sequence := self._sequences.serving(event.sequence)) is not None:
+        if (sequence := self._sequences.by_id.get(event.sequence)) is not None:
             self._sequences.moved(sequence)
 
     def _freed(self, event: ev.Freed) -> None:

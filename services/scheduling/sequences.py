@@ -111,8 +111,7 @@ class Sequences:
         if slots:
             self.ledger.reserve(sequence.id, slots)
             pair.decode.decoding[sequence.id] = sequence
-            master.mastered += 1
-            pair.decode.mastered += 1
+            self._count_master(sequence, 1)
         return sequence
 
     def first_token(self, sequence: Sequence) -> None:
@@ -217,18 +216,23 @@ class Sequences:
         self._turn.emit(sequence.moving)
 
     def moved(self, sequence: Sequence) -> None:
-        """It goes on where it was moved to."""
+        """It goes on where it was moved to. It may have ended since, and been freed by some of
+        those that it concerns from now on."""
         placement = sequence.moving
         assert placement is not None, "moved without being asked"
         slots = decode_slots(placement, 0)
-        self.ledger.resize(sequence.id, slots)
-        sequence.unfreed = dict.fromkeys(slots)
+        self._count_master(sequence, -1)
+        for instance in [it for it in sequence.unfreed if it not in slots]:
+            del sequence.unfreed[instance]
+            self.ledger.give_back(sequence.id, instance)
+        if sequence.unfreed:
+            self.ledger.resize(sequence.id, {it: slots[it] for it in sequence.unfreed})
         sequence.shares, sequence.answer = placement.shares, placement.answer
-        sequence.master.mastered -= 1
         sequence.master = self._gangs.instances[placement.master]
-        sequence.master.mastered += 1
+        self._count_master(sequence, 1)
         sequence.moving = None
         self._turn.stale = True
+        self._settle(sequence)
 
     # --- ends ---
 
@@ -308,19 +312,23 @@ class Sequences:
         gang.decode_ns = (7 * (gang.decode_ns or took_ns) + took_ns) // 8
 
     def freed(self, sequence: Sequence, instance: InstanceId) -> None:
-        """An instance holds nothing of the sequence any more."""
+        """An instance holds nothing of the sequence any more. So its last token was drawn, of which
+        we may hear later from another instance: nothing of it is moved."""
         if instance not in sequence.unfreed:
             return
+        sequence.decode.decoding.pop(sequence.id, None)
+        if instance == sequence.master.id:
+            self._count_master(sequence, -1)
         del sequence.unfreed[instance]
         self.ledger.give_back(sequence.id, instance)
-        if instance == sequence.master.id:
-            self._unmaster(sequence)
         self._turn.stale = True
         self._settle(sequence)
 
-    def _unmaster(self, sequence: Sequence) -> None:
-        sequence.master.mastered -= 1
-        sequence.decode.mastered -= 1
+    def _count_master(self, sequence: Sequence, change: int) -> None:
+        """As long as it has not freed the sequence."""
+        if sequence.master.id in sequence.unfreed:
+            sequence.master.mastered += change
+            sequence.decode.mastered += change
 
     def _settle(self, sequence: Sequence) -> None:
         if not sequence.unfreed:

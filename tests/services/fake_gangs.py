@@ -33,6 +33,7 @@ from csps.protocols.messages import (
 )
 from csps.protocols.plans import ENGINE_NAMES, StrategyChoice, StrategyChoices, StrategyQuestions
 from csps.protocols.prefill_job import PrefillJob
+from csps.protocols.row_move import MoveRow
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack, unpack
@@ -79,6 +80,7 @@ class FakeRank:
         self.reserved: dict[int, Reserve] = {}
         self.all_reserved: list[int] = []
         self.joined: list[JoinBatch] = []
+        self.moves: list[MoveRow] = []
         self.cancelled: list[int] = []
         self.heard: list[str] = []
         self.server = RpcServer(
@@ -91,6 +93,7 @@ class FakeRank:
                 "prefill": self._prefill,
                 "reserve": self._reserve,
                 "join": lambda payload, _: self._note("join", self.joined, JoinBatch, payload),
+                "move": lambda payload, _: self._note("move", self.moves, MoveRow, payload),
                 "cancel": self._cancel,
             },
             secret=SECRET,
