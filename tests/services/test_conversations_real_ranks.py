@@ -130,13 +130,19 @@ async def test_a_short_end_is_computed_by_all_holders_inside_of_a_long_step(
         await at_rest(cell)
 
 
-@pytest.mark.parametrize("policy", [pytest.param("context_parallel", marks=slow), "csps"])
-async def test_a_short_turn_is_computed_where_it_is_decoded(tiny_llama: Path, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "instances"), [pytest.param("context_parallel", 1, marks=slow), ("csps", 2)]
+)
+async def test_a_short_turn_is_computed_where_it_is_decoded(
+    tiny_llama: Path, policy: str, instances: int
+) -> None:
     """The gang that decodes has kept the answer as well, which ends a block, so that it lacks less
-    of the second turn, and of all later ones. Nothing of them is sent."""
+    of the second turn, and of all later ones. Nothing of them is sent. Two instances around a ring
+    would be done sooner."""
     options = {**POLICIES[policy], "prefill_tokens_max": 20 + BLOCK}
     made, by_tokens = make_policy(policy, options), Unmeasured(token_ns=10**9)
-    async with real_cell(tiny_llama, made, reuse=REUSE, latencies=by_tokens) as cell:
+    shape: dict[str, Any] = {"instances": instances, "latencies": by_tokens}
+    async with real_cell(tiny_llama, made, reuse=REUSE, **shape) as cell:
         random = np.random.default_rng(1)
         text: list[int] = random.integers(0, 256, 76).tolist()
         cached = []

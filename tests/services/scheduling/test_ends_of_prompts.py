@@ -92,6 +92,20 @@ def test_whoever_rides_waits_for_those_that_ride_already(policy: str) -> None:
     assert len(rides(found)) + len(plans(found)) == 7
 
 
+@policies
+def test_an_end_that_is_not_short_rides_only_if_it_would_begin_later_elsewhere(policy: str) -> None:
+    """400 tokens take an idle instance a microsecond less than the gang that decodes."""
+    picture = KeptPicture([waiting(1, 5000)], [Busy(9000)], [Busy(90_000)])
+    picture.kept = {(1, 1): kept(1, 4600, 0), (1, 2): kept(2, 4600, 0)}
+    found = ask(picture, policy, prefill_tokens_max=400)
+    (plan,) = plans(found)
+    assert not rides(found)
+    assert plan.steps[0].pieces[0].start == 4600
+    picture.prefill[0].long = LONG
+    picture.__post_init__()
+    assert len(rides(ask(picture, policy, prefill_tokens_max=400, jobs_per_instance=2))) == 1
+
+
 def test_a_gang_decodes_no_prompt_of_which_it_has_nothing() -> None:
     picture = KeptPicture([waiting(1, 40)], [Busy(9000, urgent=2000)])
     assert not rides(ask(picture, "csps", prefill_tokens_max=40))
@@ -132,6 +146,15 @@ def test_short_prompts_that_start_together_share_a_step(policy: str) -> None:
         assert step.bounds == (0, 200)
         assert step.predicted_ns == 200 * TOKEN_NS
         assert [placed.request for placed in it.decode] == numbers(it)
+
+
+@policies
+def test_a_short_prompt_does_not_pass_in_a_step_from_before_the_long_one(policy: str) -> None:
+    """What it costs the long step would not be counted."""
+    requests = [waiting(1, 50), waiting(2, 3000), waiting(3, 50)]
+    found = plans(ask(KeptPicture(requests, [Busy()]), policy, jobs_per_instance=2))
+    assert [numbers(it) for it in found] == [[1], [2], [3]]
+    assert [it.steps[0].urgent for it in found] == [True, False, True]
 
 
 # --- nobody starves --------------------------------------------------------------------------

@@ -58,7 +58,8 @@ class Gangs:
         """Server by server."""
         self._plans: list[StartPlan | Ride] = []
         self._urgent: dict[tuple[InstanceId, str], int] = {}
-        """By instance and class, which of them is its last urgent one of whole prompts."""
+        """By instance and class, which of them is its last urgent one of whole prompts, if no long
+        step was started behind it."""
 
     def plans(self) -> list[StartPlan | Ride]:
         """Everything that starts here."""
@@ -72,7 +73,8 @@ class Gangs:
             return Verdict.BLOCKED
         whole = self._least_wait(request)
         end = self._end(request, whole)
-        if self._ride(request, end or whole):
+        sooner = end or whole
+        if self._ride(request, sooner and sooner.urgent_end_ns):
             return Verdict.STARTS
         if end is not None:
             self._start(request, end, urgent=True)
@@ -84,12 +86,20 @@ class Gangs:
             return Verdict.WAITS if waits else Verdict.BLOCKED
         return Verdict.STARTS
 
-    def start_end(self, request: RequestView) -> bool:
-        """Whether a longer prompt starts so, all but a short end of which was kept."""
+    def start_end(self, request: RequestView, *, in_turn: bool) -> bool:
+        """Whether a longer prompt starts so, all but a short end of which was kept.
+
+        Args:
+            in_turn: nobody before it in its line waits, so that it may also start as a long one.
+        """
         if self._too_long(request):
             return False
         end = self._end(request, None)
-        if self._ride(request, end):
+        within_ns = end and end.urgent_end_ns
+        if end is None and in_turn and self._lacks_little(request):
+            work = self._long(request)
+            within_ns = work and work.ends_ns - self._view.now_ns
+        if self._ride(request, within_ns):
             return True
         if end is not None:
             self._start(request, end, urgent=True)
@@ -100,14 +110,7 @@ class Gangs:
         done first; a larger group has to be worth it."""
         if self._too_long(request):
             return Verdict.BLOCKED
-        most = self._options.jobs_per_instance
-        spots = [it for it in self._spots if it.long_steps < most]
-        work = self._best(request, NOTHING, spots)
-        cached = self._view.cached(request, self._gang)
-        if cached is not None:
-            rest = self._best(request, cached, spots)
-            if rest and (work is None or rest.ends_ns <= work.ends_ns):
-                work = rest
+        work = self._long(request)
         if work is None:
             # With slots enough, only outstanding steps are in the way.
             roomy = sum(it.free for it in self._spots) >= request.prompt_tokens
@@ -162,15 +165,20 @@ class Gangs:
         """An instance may compute another urgent step."""
         return self._admits(spot, tokens, time_ns) and self._has_turn(spot)
 
-    def _ride(self, request: RequestView, work: Reuse | None) -> bool:
-        """Have the gang that decodes compute what it lacks of a prompt, if that is sooner."""
+    def _lacks_little(self, request: RequestView) -> bool:
+        """The gang that decodes has kept all of a prompt but an end that may ride."""
+        if self._is_one or not self._rides.most:
+            return False
         kept = self._view.cached(request, self._decode_gang)
-        if self._is_one or kept is None or not self._has_room(request, NOTHING):
+        return kept is not None and request.prompt_tokens - kept.tokens <= self._rides.most
+
+    def _ride(self, request: RequestView, within_ns: int | None) -> bool:
+        """Have the gang that decodes compute what it lacks of a prompt, if that is done within this
+        time from now on; None if nobody else can start it."""
+        if not self._lacks_little(request) or not self._has_room(request, NOTHING):
             return False
-        if request.prompt_tokens - kept.tokens > self._rides.most:
-            return False
-        placed = self._keepers.spread(request, kept)
-        ride = self._rides.ride(request, placed, work and work.urgent_end_ns)
+        placed = self._keepers.spread(request, self._view.cached(request, self._decode_gang))
+        ride = self._rides.ride(request, placed, within_ns)
         if ride is not None:
             self._keepers.take(placed)
             self._plans.append(ride)
@@ -203,6 +211,19 @@ class Gangs:
         more_ns = max(0, together.time_ns - step.predicted_ns)
         spare_ns = self._prefill.spare_ns(spot)
         return _Growing(at, plan, more_ns) if spare_ns is None or spare_ns >= more_ns else None
+
+    def _long(self, request: RequestView) -> Reuse | None:
+        """A prompt, or what follows upon what was kept of it, on the group that will be done
+        first."""
+        most = self._options.jobs_per_instance
+        spots = [it for it in self._spots if it.long_steps < most]
+        work = self._best(request, NOTHING, spots)
+        cached = self._view.cached(request, self._gang)
+        if cached is not None:
+            rest = self._best(request, cached, spots)
+            if rest and (work is None or rest.ends_ns <= work.ends_ns):
+                work = rest
+        return work
 
     def _best(self, request: RequestView, cached: CachedView, spots: list[Spot]) -> Reuse | None:
         """The group that pays, of those with slots; all of them have the instances that hold what
@@ -242,6 +263,9 @@ class Gangs:
                 self._prefill.start_urgent(spot, tokens, work.time_ns)
         else:
             self._prefill.start_long(request, work.spots, work.shares, work.time_ns)
+            # Whoever is younger than this step passes it, and does so in a step of its own.
+            ids = {it.id for it in work.spots}
+            self._urgent = {key: it for key, it in self._urgent.items() if key[0] not in ids}
         self._share_slots()
         self._plans.append(StartPlan(steps=(step,), decode=(decode,)))
 

@@ -68,9 +68,10 @@ class ContextParallel:
                 others.append(WakeAt(at_ns=view.now_ns))
                 break
             # What counts of a longer prompt is what is left to compute.
-            if not urgent and any(it.start_end(request) for it in gangs):
+            in_turn = lines.is_open(urgent=urgent)
+            if not urgent and any(it.start_end(request, in_turn=in_turn) for it in gangs):
                 started += 1
-            elif lines.is_open(urgent=urgent):
+            elif in_turn:
                 verdict = _try(gangs, request, urgent=urgent)
                 started += verdict is Verdict.STARTS
                 if verdict is Verdict.BLOCKED:
