@@ -155,11 +155,12 @@ def scheduler_of(
     """The live router's scheduler, with the cluster's latencies for its predictions.
 
     Raises:
-        ConfigError: there is no such policy or option, or the policy cannot use such gangs.
+        ConfigError: there is no such policy or option, the policy cannot use such gangs, or nobody
+            has measured what rides there.
     """
     made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
-    if policy == "chunked_prefill":
+    if policy == "chunked_prefill" or options.get("prefill_tokens_max"):
         _ = cluster.hybrid  # what a rider would meet with in the middle of the run
     return made
 

@@ -11,11 +11,13 @@ from one_group import cluster
 from test_riders_simulated import LINE, STEP
 
 from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster_file import load_cluster
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Run, Simulator
 from csps.loadgen.simulator.records import arrivals_of, chained
 from csps.loadgen.simulator.requests import Arrival
 from csps.loadgen.simulator.simulate import scheduler_of
 from csps.loadgen.workloads.request import HASH_BLOCK_TOKENS, Request
+from csps.protocols.errors import ConfigError
 from csps.services.scheduling.prefix.settings import ReuseSettings
 
 MS = 1_000_000
@@ -132,6 +134,14 @@ def test_ends_of_prompts_ride_where_they_are_decoded(policy: str) -> None:
     second = [it for it in arrivals if 500 * MS <= it.at_ns < 1000 * MS]
     assert not any(without[it.at_ns] for it in second)
     assert all(found[it.at_ns] for it in second)
+
+
+def test_a_cluster_without_times_of_what_rides_is_refused_before_the_run() -> None:
+    """Its decode instances have eight GPUs, with which no prompt was computed."""
+    published = load_cluster("tetris-16")
+    scheduler_of(published, "csps", {})
+    with pytest.raises(ConfigError, match=r"no latencies of .* with tp=8"):
+        scheduler_of(published, "csps", {"prefill_tokens_max": 64})
 
 
 @pytest.mark.parametrize("seed", range(3))
