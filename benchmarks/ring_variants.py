@@ -15,8 +15,9 @@ each of the two servers of the testbed (`benchmarks/testbed`). Three tables:
            `--held-out` are measured in the same way, after the others, and the rule is not fitted
            to them: `good_choices_held_out` is the share of them of which it takes the faster
            variant, or one that is less than 3 % slower
-`layouts`  a whole prompt by each strategy in each layout: TTFT, pairs of a query and a key that
-           ranks compute, the most over the mean, and their computing times likewise
+`layouts`  a whole prompt by each strategy in each layout: TTFT, operations a second of a rank and
+           as a share of what a product of matrices reaches there (MFU, CP App. A), pairs of a query
+           and a key that ranks compute, the most over the mean, and their computing times likewise
 `scaling`  one rank against all of them, by rings in zigzag and by Ulysses (not with `--link`)
 
 A time is from sending a step to its token; medians over the rounds, in which variants take turns.
@@ -40,6 +41,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import report
+import torch
 import wide_checkpoint
 from testbed import iproute
 from testbed.gang import Gang, GangOptions, prefill_gang
@@ -51,7 +53,7 @@ from csps.models.loading import count_parameters
 from csps.models.spec import read_spec
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import CancelRequest, PrefillDone
-from csps.protocols.mfu import flops_per_second, prefill_flops
+from csps.protocols.mfu import flops_per_second, prefill_flops, utilization
 from csps.protocols.placement import LAYOUTS, KvShare, place
 from csps.protocols.plans import RINGS
 from csps.protocols.schema import pack
@@ -311,24 +313,19 @@ async def _layouts(ranks: Ranks, model: Path, args: argparse.Namespace) -> list[
         for strategy, layout in ways:
             prompt = _prompt(args.context, seed)
             found[strategy, layout].append(await ranks.prefill(prompt, strategy, layout, 0))
-    spec = read_spec(model)
-    flops = prefill_flops(
-        parameters=count_parameters(model),
-        layers=spec.layers,
-        width=spec.heads * spec.head_dim,
-        new=args.context,
-    )
+    flops, peak, devices = _flops(model, args.context), _peak_flops(), ranks.count
 
-    def reached(seconds: float) -> float:
-        return flops_per_second(flops, seconds=seconds, devices=ranks.count) * 1e-9
+    def reached(seconds: float) -> Row:
+        return {
+            "gflops_of_a_rank": flops_per_second(flops, seconds=seconds, devices=devices) * 1e-9,
+            "mfu": utilization(flops, seconds=seconds, devices=devices, peak=peak),
+        }
 
     return [
-        {
-            "ranks": ranks.count,
-            "strategy": strategy,
-            "layout": layout,
-            "ttft_s": _median(found[strategy, layout]),
-            "gflops_of_a_rank": reached(_median(found[strategy, layout])),
+        {"ranks": ranks.count, "strategy": strategy, "layout": layout}
+        | {"ttft_s": _median(found[strategy, layout])}
+        | reached(_median(found[strategy, layout]))
+        | {
             "most_pairs_over_mean": _most_pairs(strategy, layout, args.context, ranks.count),
             "most_computing_over_mean": statistics.median(
                 max(it.compute_s) / statistics.mean(it.compute_s) for it in found[strategy, layout]
@@ -365,6 +362,35 @@ async def _warm_up(ranks: Ranks, args: argparse.Namespace) -> None:
     """Allocators and caches."""
     for strategy in ("ulysses", *RINGS):
         await ranks.prefill(_prompt(min(args.context, 1024), 0), strategy, "contiguous", 0)
+
+
+def _flops(model: Path, tokens: int) -> float:
+    """Operations of a prompt. Only what is computed of every token counts: it is looked up in the
+    embedding, and one row alone goes through the last layer's attention and the head."""
+    spec = read_spec(model)
+    outside = spec.vocab * spec.hidden * (1 if spec.tie_embeddings else 2)
+    inside = count_parameters(model) - outside
+    layers = spec.layers - 1
+    return prefill_flops(
+        parameters=inside * layers // spec.layers,
+        layers=layers,
+        width=spec.heads * spec.head_dim,
+        new=tokens,
+    )
+
+
+def _peak_flops() -> float:
+    """Operations a second of a product of matrices by one thread, which is what a rank has."""
+    size, rounds, seconds = 1024, 10, []
+    factor_mn = torch.rand(size, size)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        torch.mm(factor_mn, factor_mn)
+        seconds.append(time.perf_counter() - begin)
+    torch.set_num_threads(threads)
+    return 2.0 * size**3 / min(seconds)
 
 
 def _most_pairs(strategy: str, layout: str, length: int, ranks: int) -> float:
