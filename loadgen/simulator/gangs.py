@@ -296,6 +296,12 @@ class SimulatedGangs:
             self._decode_slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})
         self._sequences[command.sequence] = sequence
 
+    def not_reserved(self, command: Reserve) -> None:
+        """Nobody waits for the request any more, of which the scheduler had not heard."""
+        if self.alive(gang := gang_of(command.master)):
+            named = map(index_of, decode_slots(command, command.output_tokens))
+            self._tell_freed(gang, command.sequence, named)
+
     def run_step(self, command: RunStep) -> None:
         """Put a step in line."""
         if self._prefill is None or not self.alive(gang_of(command.group[0])):
@@ -345,7 +351,10 @@ class SimulatedGangs:
         """Move KV of a sequence, inside of whatever its instances compute; then go on there."""
         sequence = self._sequences.get(command.sequence)
         batch = self._batch
-        if sequence is None or sequence.row is None or not isinstance(batch, ConductedRanks):
+        if not isinstance(batch, ConductedRanks) or not self.alive(command.gang):
+            return
+        if sequence is None or sequence.row is None:  # over, of which the scheduler had not heard
+            self._not_moved(command)
             return
         held = self._decode_slots.counts(command.sequence)
         there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
@@ -379,9 +388,7 @@ class SimulatedGangs:
         for index in self._decode_slots.held_by(key):
             self._decode_slots.give_back(key, index)
         if task.done_ns < task.work_ns or self._sequences.get(command.sequence) is not sequence:
-            held = self._decode_slots.held_by(command.sequence)
-            named = map(index_of, decode_slots(command, 0))
-            self._tell_freed(gang, command.sequence, [it for it in named if it not in held])
+            self._not_moved(command)
             return
         there = {index_of(it): n for it, n in decode_slots(command, 0).items()}
         left = [it for it in self._decode_slots.held_by(command.sequence) if it not in there]
@@ -394,6 +401,12 @@ class SimulatedGangs:
             self._tell_freed(gang, command.sequence, left)
         else:
             self._listener.tell_later(Moved(sequence=command.sequence))
+
+    def _not_moved(self, command: MoveKv) -> None:
+        """Those that hold nothing of the sequence have nothing to free."""
+        held = self._decode_slots.held_by(command.sequence)
+        named = map(index_of, decode_slots(command, 0))
+        self._tell_freed(command.gang, command.sequence, [it for it in named if it not in held])
 
     def _tell_freed(self, gang: GangId, number: SequenceId, indices: Iterable[int]) -> None:
         for index in indices:

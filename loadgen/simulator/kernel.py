@@ -263,6 +263,8 @@ class Simulator:
             self.gangs.reserve(
                 command, before=outcome.drawn, left=outcome.arrival.output_tokens - outcome.drawn
             )
+        else:
+            self.gangs.not_reserved(command)
 
     def _refuse(self, command: Refuse | Fail) -> None:
         outcome = self.outcome(command.request)

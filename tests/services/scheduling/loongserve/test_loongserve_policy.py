@@ -56,6 +56,8 @@ class Watched:
     ) -> None:
         self.commands: list[tuple[int, AnyCommand]] = []
         self.turns: list[tuple[tuple[AnyEvent, ...], tuple[AnyCommand, ...]]] = []
+        self.held: list[float] = []
+        """After each turn: the share of slots that are taken."""
         model = model or cluster()
         self._scheduler = scheduler_of(model, "loongserve", options, reuse)
         simulator = Simulator(
@@ -74,6 +76,7 @@ class Watched:
         self._scheduler.check_integrity()
         self.commands += [(now_ns, it) for it in commands]
         self.turns.append((tuple(events), tuple(commands)))
+        self.held.append(self._scheduler.counts.decode_kv)
 
     @property
     def reserved(self) -> list[Reserve]:
@@ -198,6 +201,22 @@ def test_cancelling_frees_everything(move: int, after_ms: int) -> None:
     watched = Watched(arrivals, model, gone[::2], move_us_per_1k_tokens=move)
     assert sum(not it.error for it in watched.run.outcomes) >= 30
     assert any(isinstance(it, MoveKv) for _, it in watched.commands) == bool(move)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) -> None:
+    """Reservations, moves and their ends: when one more request comes, nothing else is held."""
+    arrivals = [*random_arrivals(seed, 60, 4_000), arrival(60_000, 10, 5)]
+    gone = [
+        Abandoned(at_ns=it.at_ns + 200 * MS, request=n) for n, it in enumerate(arrivals[:-1], 1)
+    ]
+    model = replace(cluster(slots=4_000, **LINKS), notice_ns=15 * MS)
+    watched = Watched(arrivals, model, gone[::2], move_us_per_1k_tokens=1000)
+    assert any(isinstance(it, MoveKv) for _, it in watched.commands)
+    last = watched.reserved[-1]
+    assert last.request == len(arrivals)
+    turn = next(n for n, (_, commands) in enumerate(watched.turns) if last in commands)
+    assert watched.held[turn] == 15 / (4 * 4_000)
 
 
 @pytest.mark.parametrize("seed", range(4))
