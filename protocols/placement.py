@@ -119,7 +119,7 @@ def place(
 
 def rest_of(span: Span, others: Iterable[Span]) -> tuple[Span, ...]:
     """Positions that none of the others has."""
-    rest: tuple[Span, ...] = (span,)
+    rest = _spans(span)
     for other in others:
         rest = tuple(part for it in rest for part in it.without(other))
     return rest

@@ -20,7 +20,7 @@ from xdist.scheduler import LoadFileScheduling
 # pytest's own limit.
 UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("slow", UNTIMED, max_examples=ALL)
-settings.register_profile("quick", UNTIMED, max_examples=20)
+settings.register_profile("quick", UNTIMED, max_examples=20, derandomize=True)
 settings.load_profile("quick")
 
 

@@ -13,6 +13,7 @@ ALL = 100
 def examples(count: int) -> int:
     """`count` in `make test-slow` (`--hypothesis-profile=slow`), otherwise a part of them.
 
-    Every run draws others, so that few in each are many over time.
+    The few are the same in each run: a suite that fails by chance tells nothing of a commit. All
+    are drawn anew.
     """
     return max(min(count, FEW), count * settings().max_examples // ALL)

@@ -223,7 +223,13 @@ async def test_actions_run_at_the_times_they_were_planned_for() -> None:
     assert times == [300_000 * (number + 1) for number in range(50)]
 
 
-@pytest.mark.parametrize(("name", "policy"), [("16", "csps"), ("elastic-4", "chunked_prefill")])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param("16", "csps", marks=pytest.mark.slow),
+        ("elastic-4", "chunked_prefill"),
+    ],
+)
 async def test_the_router_serves_from_paced_ranks(name: str, policy: str) -> None:
     """As a benchmark uses it: three processes, and nothing left over."""
     cluster = str(compare.CLUSTERS / f"{name}.yaml")

@@ -32,7 +32,8 @@ def scores_of(seed: int, rows: int, vocab: int, levels: int | None = None) -> Te
     if levels is None:
         return scores
     coarse = (scores * levels).round() / levels
-    return coarse.masked_fill(coarse < -3, -math.inf)
+    last = coarse == coarse.max(dim=1, keepdim=True).values  # somebody has to be left
+    return coarse.masked_fill((coarse < -3) & ~last, -math.inf)
 
 
 def reference(scores_v: Tensor, filters: Filters, u: float) -> int:

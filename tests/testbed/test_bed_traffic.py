@@ -52,6 +52,7 @@ def test_the_link_is_as_slow_as_asked_for(bed: Testbed, across: Throughput) -> N
         bed.set_rate(800e6)
 
 
+@pytest.mark.slow  # rates, which benchmarks use, are held by the tests around it
 def test_a_delay_is_paid_both_ways() -> None:
     delay_s = 0.02
     with two_servers(Link(delay_s=delay_s)) as bed:
