@@ -94,6 +94,7 @@ def test_a_failure_inside_takes_the_bed_down() -> None:
 
     def fail_on(bed: Testbed) -> None:
         started.append(subprocess.Popen(bed.servers[0].command(*FOREVER)))
+        assert _appears(started[0].pid, bed.servers[0].namespace)
         raise Mishap
 
     with pytest.raises(Mishap), two_servers(Link.parse("1gbit")) as bed:
