@@ -284,7 +284,8 @@ async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
 ) -> None:
     steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 3) as it:
-        long = await it.add(80, [0, 1])
+        # So long that its token cannot overtake the other's, which another rank tells.
+        long = await it.add(400, [0, 1])
         urgent = await it.add(5, [1, 2], urgent=True)
         await it.send([long, urgent], [0, 1, 2])
         await it.prepared()
