@@ -269,7 +269,7 @@ async def test_an_urgent_step_of_one_member_holds_up_only_its_group(
 ) -> None:
     steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 3) as it:
-        long = await it.add(80, [2, 0, 1])
+        long = await it.add(400, [2, 0, 1])
         urgent = await it.add(5, [1], urgent=True)
         outside = await it.add(5, [1], urgent=True)
         await it.send([long, urgent, outside], [0, 1, 2])
@@ -314,7 +314,7 @@ async def test_an_urgent_step_runs_inside_two_long_ones(
     """Two of its members are in the first, the third in the second."""
     steps = HeldSteps(monkeypatch)
     async with line(tiny_llama, 4) as it:
-        first, second = await it.add(60, [0, 1, 2]), await it.add(60, [3])
+        first, second = await it.add(400, [0, 1, 2]), await it.add(400, [3])
         urgent = await it.add(4, [1, 2, 3], urgent=True)
         await it.send([first, second, urgent], [0, 1, 2, 3])
         await it.prepared()
