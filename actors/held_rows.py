@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from csps.actors.kv_pool import KvBlock, KvPool
+from csps.actors.slot_set import SlotSet
 from csps.kernels.decode_attention import Run, SlotRuns
 from csps.protocols.span import Span
 
@@ -34,7 +35,7 @@ class RequestSlots:
         self._kept = {
             layer: pool.kept_blocks(layer, rid) for layer in layers if pool.narrowed(layer, rid)
         }
-        self._prompt = _joined(run for span in seen for run in pool.runs(rid, span))
+        self._prompt = list(SlotSet(run for span in seen for run in pool.runs(rid, span)))
         slots = (zip(it.positions, pool.slots(rid, it), strict=True) for it in answer)
         self._free = [slot for _, slot in sorted(chain.from_iterable(slots), reverse=True)]
         self._answer: list[range] = []
@@ -65,17 +66,6 @@ class RequestSlots:
     def narrowed(self) -> bool:
         """Whether layers differ in what they hold."""
         return bool(self._kept)
-
-
-def _joined(runs: Iterable[range]) -> list[range]:
-    """Runs of slots in ascending order, those that touch each other as one."""
-    found: list[range] = []
-    for run in sorted(runs, key=lambda run: run.start):
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
-        else:
-            found.append(run)
-    return found
 
 
 class HeldRows:

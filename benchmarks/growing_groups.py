@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 import growing_groups_picture
 import numpy as np
 import report
-import wide_checkpoint
+from checkpoints import checkpoint
 
 from csps.actors.timeline import TRANSFERS
 from csps.actors.timeline_export import BYTES, LAYER, PHASE, RANK
@@ -47,7 +47,6 @@ from csps.protocols.placement import KvShare, place, zigzag
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import TokenDrawn
-from csps.services.launch.settings import shipped_models
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.policies.tetris.balance import balancing_moves
 from csps.services.scheduling.shares import outside
@@ -84,7 +83,7 @@ class Round:
 def main() -> None:
     args = _arguments()
     os.environ.setdefault("CSPS_LOG", "CRITICAL")  # ranks that end call one another lost
-    with _model(args.model) as model, tempfile.TemporaryDirectory() as spans:
+    with checkpoint(args.model) as model, tempfile.TemporaryDirectory() as spans:
         rounds = asyncio.run(_measure(model, Path(spans), args))
         found = {it.trace_id: it for it in traces(read_spans(span_files(Path(spans))))}
     rows = [
@@ -116,15 +115,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="see that it works")
     args = report.with_json_option(parser).parse_args()
     return parser.parse_args([*sys.argv[1:], *SMOKE]) if args.smoke else args
-
-
-@contextmanager
-def _model(name: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        if name == "needle":
-            yield shipped_models() / "needle"
-        else:
-            yield wide_checkpoint.make(Path(folder) / "wide")
 
 
 # --- on the ranks --------------------------------------------------------------------------------

@@ -30,11 +30,10 @@ import argparse
 import asyncio
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +41,7 @@ from typing import Any, Protocol
 import numpy as np
 import report
 import torch
-import wide_checkpoint
+from checkpoints import checkpoint
 from testbed import iproute
 from testbed.gang import Gang, GangOptions, prefill_gang
 from testbed.link import Link
@@ -58,7 +57,6 @@ from csps.protocols.placement import LAYOUTS, KvShare, place
 from csps.protocols.plans import RINGS
 from csps.protocols.schema import pack
 from csps.protocols.tokens import TokenDrawn
-from csps.services.launch.settings import shipped_models
 
 # The driver that stands in for the router belongs to the tests, which hold the engine to it.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -177,7 +175,7 @@ def timed(seconds: float, done: Sequence[PrefillDone]) -> Timed:
 
 def main() -> None:
     args = _arguments()
-    with _model(args.model) as model:
+    with checkpoint(args.model) as model:
         measured = _on_two_servers(model, args) if args.link else _in_one_group(model, args)
     result: dict[str, Any] = {
         "benchmark": "ring_variants",
@@ -221,15 +219,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="see that it works")
     args = report.with_json_option(parser).parse_args()
     return parser.parse_args([*sys.argv[1:], *SMOKE]) if args.smoke else args
-
-
-@contextmanager
-def _model(name: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        if name == "needle":
-            yield shipped_models() / "needle"
-        else:
-            yield wide_checkpoint.make(Path(folder) / "wide")
 
 
 def _on_two_servers(model: Path, args: argparse.Namespace) -> Measured:

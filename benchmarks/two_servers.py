@@ -34,14 +34,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import report
-import wide_checkpoint
+from checkpoints import checkpoint
 from needle_questions import questions
 from prefill_costs import JobCost, job_costs
 from prefill_variants import BASELINE, CsaOptions, Variant, select
@@ -51,7 +50,6 @@ from testbed.link import UNLIMITED, Link
 from testbed.network import Testbed, two_servers
 
 from csps.protocols.errors import ConfigError
-from csps.services.launch.settings import shipped_models
 from csps.services.telemetry.traces.perfetto import trace_events
 from csps.services.telemetry.traces.spans import Trace, read_spans, span_files, traces
 
@@ -145,7 +143,7 @@ def measure(plan: Plan, result: Result) -> Iterator[Result]:
     """Adds to the result, and yields it, as each place and each model's accuracy is done."""
     with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         for model in plan.models:
-            with _checkpoint(model) as model_dir:
+            with checkpoint(model, layers=WIDE_LAYERS) as model_dir:
                 for place in plan.places if plan.rounds else ():
                     result.rows += asyncio.run(_place_rows(bed, model, model_dir, place, plan))
                     yield result
@@ -300,15 +298,6 @@ def _random_prompt(length: int, *, seed: int) -> np.ndarray:
     smallest_vocabulary = 1024
     draw = np.random.default_rng(seed)
     return draw.integers(FIRST_WORD, smallest_vocabulary, length, dtype=np.int32)
-
-
-@contextmanager
-def _checkpoint(model: str) -> Iterator[Path]:
-    if model == "needle":
-        yield shipped_models() / "needle"
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield wide_checkpoint.make(Path(folder) / model, layers=WIDE_LAYERS)
 
 
 def _log(text: str) -> None:

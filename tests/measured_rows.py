@@ -34,6 +34,10 @@ def add_times(base: ScalingInformationBase) -> None:
     for size in (8, 100_000):
         seconds = 1e-4 + size * 1e-9
         base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
+    add_phases(base)
+
+
+def add_phases(base: ScalingInformationBase) -> None:
     for phase in ("qkv", "attention", "linear", "mlp"):
         for tokens in (100, 1_000):
             base.add(

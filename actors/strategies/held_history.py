@@ -5,12 +5,11 @@ Shape suffixes: s tokens of history, g KV heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
+from csps.actors.slot_set import SlotSet
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.prefill_job import PrefillPiece
 
@@ -36,21 +35,11 @@ class HeldHistory:
         is read where it lies."""
         if piece.rid not in self._slots:
             spans = self._group.history_of(piece, self._group.member)
-            runs = _joined(run for span in spans for run in self._pool.runs(piece.rid, span))
+            # Attention does not care about the order of keys.
+            runs = list(SlotSet(run for it in spans for run in self._pool.runs(piece.rid, it)))
             slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
             if len(runs) > 1:
                 numbers = torch.cat([torch.arange(run.start, run.stop) for run in runs])
                 slots = numbers.to(self._pool.k.device)
             self._slots[piece.rid] = slots
         return self._slots[piece.rid]
-
-
-def _joined(runs: Iterable[range]) -> list[range]:
-    """Ascending, neighbours as one: attention does not care about the order of keys."""
-    joined: list[range] = []
-    for run in sorted(runs, key=lambda run: run.start):
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return joined

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from measured_rows import add_phases
 
 from csps.configurator.regressors.accuracy import train_accuracy
 from csps.configurator.regressors.samples import AccuracySample, Setting
 from csps.configurator.scaling_information_base import (
     Identity,
-    PhaseRow,
     ScalingInformationBase,
 )
 from csps.loadgen.planner.command import main
@@ -155,22 +155,7 @@ def test_measured_phases_are_taken_and_cores_shared(tmp_path: Path) -> None:
         weights="w", dtype="float32", device="cpu", cores=1, torch="2", ranks_per_core=2.0
     )
     with ScalingInformationBase.create(tmp_path / "made.sqlite", identity) as base:
-        for phase in ("qkv", "attention", "linear", "mlp"):
-            for tokens in (100, 1_000):
-                base.add(
-                    PhaseRow(
-                        strategy="any",
-                        group_shape="1",
-                        tp=1,
-                        phase=phase,
-                        tokens=tokens,
-                        keys=tokens,
-                        bytes=0,
-                        seconds=tokens * 1e-6,
-                        load=0.0,
-                        date="d",
-                    )
-                )
+        add_phases(base)
     rank = {"sib": "made.sqlite", "ranks_per_core": 2}
     group = load_group(str(written(tmp_path, rank=rank)))
     assert group.times.qkv.each == pytest.approx(1e-6)

@@ -15,6 +15,7 @@ from test_service_real_ranks import answer, real_cell
 from tiny_checkpoints import reference_tokens
 
 from csps.actors.engine.step_run import StepRun
+from csps.services.router.running import Running
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
 
@@ -56,6 +57,11 @@ class HeldChunk:
         assert await asyncio.to_thread(self._come.wait, ANSWER_S)
 
 
+def check(model: Path, request: Running, tokens: list[int]) -> None:
+    """These are transformers' tokens."""
+    assert tokens == reference_tokens(model, request.generation.prompt.tolist(), 6)
+
+
 async def test_three_chunks_give_the_tokens_of_transformers(tiny_llama: Path) -> None:
     """One of them is cancelled between two chunks."""
     async with real_cell(tiny_llama, make_policy("tetris", TETRIS), instances=4) as cell:
@@ -65,8 +71,7 @@ async def test_three_chunks_give_the_tokens_of_transformers(tiny_llama: Path) ->
         await eventually(lambda: cancelled.state == "prefill")
         cancelled.cancel()
         for it, tokens in zip(requests, await asyncio.gather(*answers), strict=True):
-            prompt = it.generation.prompt.tolist()
-            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+            check(tiny_llama, it, tokens)
         await cell.settled()
 
 
@@ -95,8 +100,7 @@ async def test_a_prefill_gang_that_dies_between_chunks(
         await cell.start_gang("prefill")
         cell.publish()
         for it, tokens in ((between, await answered), (later, await waiting)):
-            prompt = it.generation.prompt.tolist()
-            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+            check(tiny_llama, it, tokens)
         assert between.timings.attempts == 2
         await cell.settled()
 
@@ -123,7 +127,6 @@ async def test_a_decode_gang_that_dies_while_a_request_holds_its_only_backend(
         await cell.start_gang("decode")
         cell.publish()
         for it, tokens in ((between, await answered), (later, await waiting)):
-            prompt = it.generation.prompt.tolist()
-            assert tokens == reference_tokens(tiny_llama, prompt, 6)
+            check(tiny_llama, it, tokens)
         assert between.timings.attempts == 2
         await cell.settled()

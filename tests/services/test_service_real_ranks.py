@@ -324,16 +324,26 @@ async def test_decoding_goes_on_while_a_killed_prefill_gang_is_replaced(tiny_lla
         await cell.settled()
 
 
+def streams(count: int, *, first: int, further: int, max_tokens: int) -> list[dict[str, Any]]:
+    """What `Cell.submit` takes, greedy and seeded in turns, each prompt longer by so much."""
+    return [
+        {
+            "length": first + further * n,
+            "max_tokens": max_tokens,
+            "seed": n,
+            "temperature": n % 2,
+        }
+        for n in range(count)
+    ]
+
+
 @pytest.mark.parametrize("killed", PAIR)
 async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, killed: GangRole
 ) -> None:
     """Greedy and seeded ones; some are being decoded then, one is being prefilled, some wait."""
     async with real_cell(tiny_llama, mortal=killed) as cell:
-        wanted: list[dict[str, Any]] = [
-            {"length": 100 + 60 * n, "max_tokens": 60, "seed": n, "temperature": n % 2}
-            for n in range(8)
-        ]
+        wanted = streams(8, first=100, further=60, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
         requests = [cell.submit(**it) for it in wanted[:4]]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]
@@ -354,10 +364,7 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
 async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(tiny_llama: Path) -> None:
     """Some are being decoded then, some ride, some wait."""
     async with real_cell(tiny_llama, "chunked_prefill", roles=ELASTIC, mortal="elastic") as cell:
-        wanted: list[dict[str, Any]] = [
-            {"length": 100 + 150 * n, "max_tokens": 60, "seed": n, "temperature": n % 2}
-            for n in range(8)
-        ]
+        wanted = streams(8, first=100, further=150, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
         requests = [cell.submit(**it) for it in wanted]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]
@@ -382,10 +389,7 @@ async def test_streams_go_on_when_a_rank_is_killed_at_an_elastic_event(
     moves = event == "migrate"
     policy = AnyLayout(7, moves=True) if moves else "loongserve"
     async with real_cell(tiny_llama, policy, roles=ELASTIC, instances=3, mortal="elastic") as cell:
-        wanted: list[dict[str, Any]] = [
-            {"length": 50 + 60 * n, "max_tokens": 80, "seed": n, "temperature": n % 2}
-            for n in range(5)
-        ]
+        wanted = streams(5, first=50, further=60, max_tokens=80)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
         requests = [cell.submit(**it) for it in wanted[:4]]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]

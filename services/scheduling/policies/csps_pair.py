@@ -71,7 +71,7 @@ class CspsPair:
     ) -> None:
         self._options, self._cost, self._now_ns = options, view.cost, view.now_ns
         self._gang, self._max_positions = pair.decode, pair.max_positions
-        self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
         self._decode = DecodeOverlay(pair.decode, decode)
         self._view, self._prefill_gang = view, pair.prefill.id
         self._reuses = Reuses(self._prefill, view.cost)
@@ -172,7 +172,7 @@ class CspsPair:
         by_ns = None if end_by_ns is None else end_by_ns - self._decode_ns(request) - self._now_ns
         within_ns = min((it for it in (soonest_ns, by_ns) if it is not None), default=None)
         cached = self._view.cached(request, self._prefill_gang)
-        reuse = self._reuses.end(request, cached, self._options.short_tokens, self._may_hold_up)
+        reuse = self._reuses.end(request, cached, self._options.short_tokens)
         if reuse is not None:
             if within_ns is None or reuse.urgent_end_ns <= within_ns:
                 within_ns = reuse.urgent_end_ns
@@ -187,10 +187,6 @@ class CspsPair:
         self._decode.take(placed, request.output_tokens)
         self._started[request.id] = None
         return True
-
-    def _may_hold_up(self, spot: Spot, tokens: int, time_ns: int) -> bool:
-        """An instance may compute another urgent step."""
-        return self._admits(spot, tokens, time_ns) and self._has_turn(spot)
 
     def _start_urgent_reuse(
         self, request: RequestView, reuse: Reuse, placed: Placed, by_ns: int | None
@@ -223,8 +219,8 @@ class CspsPair:
             *_, version, spot = heap[0]
             if version != spot.version:  # whatever it was given since makes it wait longer
                 heapq.heapreplace(heap, self._wait(spot))
-            elif self._admits(spot, tokens, predicted_ns) and (
-                self._has_turn(spot) or self._growing(spot, request) is not None
+            elif self._prefill.admits(spot, tokens, predicted_ns) and (
+                self._prefill.has_turn(spot) or self._growing(spot, request) is not None
             ):
                 found = spot
             else:
@@ -244,17 +240,6 @@ class CspsPair:
     def _wait(self, spot: Spot) -> _Wait:
         wait_ns = spot.urgent_ns + (self._turn_ns if spot.long_steps else 0)
         return wait_ns, spot.overtaken_ns, spot.free_at_ns, spot.order, spot.version, spot
-
-    def _admits(self, spot: Spot, tokens: int, predicted_ns: int) -> bool:
-        """There are slots, and the long steps of the instance may be overtaken."""
-        if spot.free < tokens:
-            return False
-        spare_ns = self._prefill.spare_ns(spot)
-        return spare_ns is None or spare_ns >= predicted_ns
-
-    def _has_turn(self, spot: Spot) -> bool:
-        """It may be given another urgent step: one to run and one to follow without a gap."""
-        return spot.urgent_steps < self._options.jobs_per_instance
 
     def _batch(self, spot: Spot, request: RequestView, choice: Choice) -> _Job:
         """The urgent step that this round starts on the instance, or another one, with room and

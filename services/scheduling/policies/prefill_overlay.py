@@ -8,6 +8,7 @@ from csps.protocols.group_shape import GroupShape
 from csps.protocols.topology import Location
 from csps.services.scheduling.holdups import hold_up
 from csps.services.scheduling.ids import InstanceId, StepId
+from csps.services.scheduling.policies.short_prompts import ShortPromptOptions
 from csps.services.scheduling.view import GangView, InstanceView, RequestView, StepView
 
 
@@ -48,11 +49,14 @@ class PrefillOverlay:
     Args:
         gang: as it is.
         now_ns: the time of the round.
-        overtaking_ns: what urgent steps may cost a request, if that takes less time itself.
+        options: of urgent steps, if there are any.
     """
 
-    def __init__(self, gang: GangView, now_ns: int, overtaking_ns: int = 0) -> None:
-        self._overtaking_ns = overtaking_ns
+    def __init__(
+        self, gang: GangView, now_ns: int, options: ShortPromptOptions | None = None
+    ) -> None:
+        self._options = options or ShortPromptOptions(overtaking_s=0.0)
+        self._overtaking_ns = self._options.overtaking_ns
         self._budgets: dict[StepId, Budget] = {}
         self._tp = gang.tp
         self.single = GroupShape((1,), gang.tp)
@@ -85,6 +89,22 @@ class PrefillOverlay:
         if not spot.long_steps:
             return None
         return min(it.left_ns for it in self._budgets_of(spot))
+
+    def may_hold_up(self, spot: Spot, tokens: int, time_ns: int) -> bool:
+        """An instance may compute another urgent step."""
+        return self.admits(spot, tokens, time_ns) and self.has_turn(spot)
+
+    def admits(self, spot: Spot, tokens: int, time_ns: int) -> bool:
+        """There are slots, and the long steps of the instance may be overtaken."""
+        if spot.free < tokens:
+            return False
+        spare_ns = self.spare_ns(spot)
+        return spare_ns is None or spare_ns >= time_ns
+
+    def has_turn(self, spot: Spot) -> bool:
+        """It may be given another urgent step: one to run and one to follow without a gap. Those
+        who wait for a turn share a step when one comes."""
+        return spot.urgent_steps < self._options.jobs_per_instance
 
     def start_long(
         self, request: RequestView, group: list[Spot], shares: list[int], predicted_ns: int

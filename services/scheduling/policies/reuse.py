@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -85,14 +85,12 @@ class Reuses:
         request: RequestView,
         cached: CachedView | None,
         most: int,
-        admits: Callable[[Spot, int, int], bool],
     ) -> Reuse | None:
         """The end of a prompt where its beginning is, as an urgent step; None if it is not short,
         or not all of these may be interrupted.
 
         Args:
             most: tokens of a short one.
-            admits: whether an instance may compute so many tokens, and be held up for so long.
         """
         if cached is None or request.prompt_tokens - cached.tokens > most:
             return None
@@ -102,7 +100,8 @@ class Reuses:
         # A long step on several of them is charged for each.
         charge_ns = reuse.time_ns * len(reuse.spots)
         tokens = zip(reuse.spots, reuse.shares, strict=True)
-        return reuse if all(admits(it, n, charge_ns) for it, n in tokens) else None
+        held_up = all(self._overlay.may_hold_up(it, n, charge_ns) for it, n in tokens)
+        return reuse if held_up else None
 
     def take(self, reuse: Reuse) -> None:
         """The slots of what is reused are free no longer."""

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from scheduler_cell import RandomCell
 from scheduler_desk import LINK, MS, SECOND, Desk, only
+from scripted_policy import Scripted
 
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
@@ -19,14 +20,12 @@ from csps.services.scheduling.decisions import (
     PlannedStep,
     Replan,
     StartPlan,
-    Trial,
 )
 from csps.services.scheduling.ids import instance_id
-from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.policies.tetris.options import TetrisOptions
 from csps.services.scheduling.policies.tetris.policy import Tetris
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.view import PairView, View
+from csps.services.scheduling.view import View
 
 P0, P1, D0 = instance_id(1, 0), instance_id(1, 1), instance_id(2, 0)
 AHEAD_NS = 200 * MS
@@ -54,38 +53,27 @@ def plan(*steps: PlannedStep, request: int = 1, length: int = 500) -> StartPlan:
 CHUNKS = plan(step((P0,), 0, 100), step((P0, P1), 100, 300), step((P0, P1), 400, 100))
 
 
-class Scripted:
-    """A policy that decides what it is told, once, and what it sees."""
-
-    name = "scripted"
-    whole_prompts = True
+class Seeing(Scripted):
+    """What it is told, and what it sees."""
 
     def __init__(self, *decisions: Decision) -> None:
-        self.decisions: Sequence[Decision] = decisions
-        self._real = make_policy("csps")
+        super().__init__(*decisions)
         self.seen: list[tuple[int, int, list[int]]] = []
         """(sequence, version, starts of held pieces)."""
-
-    def line(self, prompt_tokens: int, pairs: object) -> str:
-        return "long"
 
     def decide(self, view: View) -> Sequence[Decision]:
         self.seen = [
             (it.id, it.plan.version, [held.command.pieces[0].start for held in it.plan.held])  # type: ignore[union-attr]
             for it in view.planned
         ]
-        decisions, self.decisions = self.decisions, ()
-        return decisions
-
-    def trial(self, pair: PairView) -> Trial:
-        return self._real.trial(pair)
+        return super().decide(view)
 
 
 class Line(Desk):
     """With a policy that does as it is told."""
 
     def __init__(self, *decisions: Decision) -> None:
-        self.policy = Scripted(*decisions)
+        self.policy = Seeing(*decisions)
         super().__init__(self.policy)  # type: ignore[arg-type]
         self.ready()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 from scheduler_desk import Desk, only
+from scripted_policy import Scripted
 
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
@@ -16,12 +15,9 @@ from csps.services.scheduling.decisions import (
     PlannedPiece,
     PlannedStep,
     StartPlan,
-    Trial,
     WakeAt,
 )
 from csps.services.scheduling.ids import instance_id
-from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.view import PairView, View
 
 P0, P1, D0, D1 = (instance_id(gang, index) for gang in (1, 2) for index in (0, 1))
 
@@ -43,27 +39,6 @@ CHUNKS = StartPlan(
         DecodePlacement(2, (cmd.Share(D0, 0, 100),), D0),
     ),
 )
-
-
-class Scripted:
-    """A policy that decides what it is told, once."""
-
-    name = "scripted"
-    whole_prompts = True
-
-    def __init__(self, *decisions: Decision) -> None:
-        self.decisions: Sequence[Decision] = decisions
-        self._real = make_policy("csps")
-
-    def line(self, prompt_tokens: int, pairs: object) -> str:
-        return "long"
-
-    def decide(self, view: View) -> Sequence[Decision]:
-        decisions, self.decisions = self.decisions, ()
-        return decisions
-
-    def trial(self, pair: PairView) -> Trial:
-        return self._real.trial(pair)
 
 
 def desk(*decisions: Decision) -> Desk:

@@ -50,7 +50,7 @@ class Gangs:
         self._gang, self._decode_gang = pair.prefill.id, pair.decode.id
         self._is_one = self._gang == self._decode_gang
         self._cost = RingCosts(view.cost)
-        self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options.overtaking_ns)
+        self._prefill = PrefillOverlay(pair.prefill, view.now_ns, options)
         self._keepers = Keepers(pair.decode, decode.max_batch)
         self._rides = DecodeRides(pair.decode, view.cost, decode)
         self._reuses = Reuses(self._prefill, self._cost)
@@ -143,8 +143,8 @@ class Gangs:
         spots = [
             it
             for it in self._spots
-            if self._admits(it, tokens, choice.time_ns)
-            and (self._has_turn(it) or self._growing(request, it))
+            if self._prefill.admits(it, tokens, choice.time_ns)
+            and (self._prefill.has_turn(it) or self._growing(request, it))
         ]
         if not spots:
             return None
@@ -156,14 +156,10 @@ class Gangs:
         cached = self._view.cached(request, self._gang)
         if cached is None or not self._has_room(request, cached):
             return None
-        end = self._reuses.end(request, cached, self._options.short_tokens, self._may_hold_up)
+        end = self._reuses.end(request, cached, self._options.short_tokens)
         if end is None or (whole is not None and whole.urgent_end_ns < end.urgent_end_ns):
             return None
         return end
-
-    def _may_hold_up(self, spot: Spot, tokens: int, time_ns: int) -> bool:
-        """An instance may compute another urgent step."""
-        return self._admits(spot, tokens, time_ns) and self._has_turn(spot)
 
     def _lacks_little(self, request: RequestView) -> bool:
         """The gang that decodes has kept all of a prompt but an end that may ride."""
@@ -183,18 +179,6 @@ class Gangs:
             self._keepers.take(placed)
             self._plans.append(ride)
         return ride is not None
-
-    def _admits(self, spot: Spot, tokens: int, time_ns: int) -> bool:
-        """There are slots, and the long steps of the instance may be overtaken."""
-        if spot.free < tokens:
-            return False
-        spare_ns = self._prefill.spare_ns(spot)
-        return spare_ns is None or spare_ns >= time_ns
-
-    def _has_turn(self, spot: Spot) -> bool:
-        """It may be given another urgent step: one to run and one to follow without a gap. Those
-        who wait for a turn share a step when one comes."""
-        return spot.urgent_steps < self._options.jobs_per_instance
 
     def _growing(self, request: RequestView, spot: Spot) -> _Growing | None:
         """The urgent step that this round starts on an instance, if a prompt can be added."""

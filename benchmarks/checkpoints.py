@@ -1,0 +1,23 @@
+"""The models that a benchmark may be asked for by name."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import wide_checkpoint
+
+from csps.services.launch.settings import shipped_models
+
+
+@contextmanager
+def checkpoint(name: str, *, layers: int = wide_checkpoint.LAYERS) -> Iterator[Path]:
+    """ "needle", the included model; or "wide", a random one of so many layers, which goes with the
+    block."""
+    if name == "needle":
+        yield shipped_models() / name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield wide_checkpoint.make(Path(folder) / name, layers=layers)
