@@ -204,8 +204,8 @@ class Rank:
         if self._closing:
             return
         self._closing = True
-        if isinstance(self._log, ConductorEnd):
-            self._log.tell(Conductor.shutdown)
+        if self._log is not None:
+            self._log.leave()
         _join([it for it in self._threads if it.name == "engine"], LOOP_END_S)
         kv_threads = self._link.threads if self._link is not None else []
         self._leave_groups()
@@ -223,25 +223,36 @@ class Rank:
             except BaseException as exc:
                 self._break(exc)
             else:
-                self._break(FaultError(f"the {name} thread was ended by another rank"))
+                self._end()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _break(self, exc: BaseException) -> None:
-        """This rank cannot go on: nobody shall wait for it, neither its peers nor the router."""
+        """This rank cannot go on."""
         if self._closing or self._failure is not None:
             return
-        self._failure = exc
         known = isinstance(exc, FaultError)
         _log.error("rank %d is broken: %r", self.config.rank, exc, exc_info=None if known else exc)
+        self._give_up(exc)
+
+    def _end(self) -> None:
+        """The log has ended: another rank is being closed, and this one will be."""
+        if self._closing or self._failure is not None:
+            return
+        _log.info("rank %d ends, as its gang does", self.config.rank)
+        self._give_up(FaultError("another rank of the gang was closed"))
+
+    def _give_up(self, failure: BaseException) -> None:
+        """Nobody shall wait for this rank, neither its peers nor the router."""
+        self._failure = failure
         self._leave_groups()
         self._rpc.soon(self._hang_up)
 
     def _hang_up(self) -> None:
         if self._router is not None:
-            self._router.end(ConnectionLost(f"rank {self.config.rank} is broken"))
+            self._router.end(ConnectionLost(f"rank {self.config.rank} cannot go on"))
 
     def _leave_groups(self) -> None:
         if self._log is not None:

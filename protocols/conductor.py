@@ -25,6 +25,7 @@ from csps.protocols.log_entries import (
     Free,
     Iterate,
     Iterated,
+    Leaving,
     Op,
     Place,
     Prepared,
@@ -132,6 +133,8 @@ class Conductor:
                 self.ran(rank, seq, step, part, nanoseconds)
             case Iterated(rank, seq, stream, nanoseconds, finished):
                 self.iterated(rank, seq, stream, nanoseconds, finished)
+            case Leaving():
+                self.shutdown()
 
     @property
     def unprepared(self) -> tuple[int, ...]:
@@ -240,6 +243,11 @@ class Conductor:
             if rows:
                 self._change(stream)
         self._append(EndOwner(owner), self._ranks)
+
+    @property
+    def closed(self) -> bool:
+        """The log has its last entry."""
+        return self._closed
 
     def shutdown(self) -> None:
         """Abort what runs, and append no more."""

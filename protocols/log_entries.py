@@ -133,7 +133,11 @@ class Iterated(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Sequences of this master that need no further iteration."""
 
 
-Report = Prepared | Ran | Iterated
+class Leaving(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """A rank is being closed, and its gang ends with it."""
+
+
+Report = Prepared | Ran | Iterated | Leaving
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ENTRIES = msgspec.msgpack.Decoder(list[Entry])

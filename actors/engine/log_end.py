@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from csps.protocols.errors import ConnectionLost
 from csps.protocols.log_connection import LogSocket
 from csps.protocols.log_entries import (
     Entry,
+    Leaving,
     Report,
     pack_entries,
     pack_reports,
@@ -34,7 +36,11 @@ class LogEnd(Protocol):
         ...
 
     def report(self, report: Report) -> None:
-        """Tell the conductor."""
+        """Tell the conductor. That it is gone, `next` says."""
+        ...
+
+    def leave(self) -> None:
+        """Have the log end at all ranks: this one is being closed."""
         ...
 
     def close(self) -> None:
@@ -55,7 +61,12 @@ class MemberEnd:
         return self._entries.popleft()
 
     def report(self, report: Report) -> None:
-        self._connection.send(pack_reports([report]))
+        # An unread last entry may be there, after which nobody listens.
+        with suppress(ConnectionLost):
+            self._connection.send(pack_reports([report]))
+
+    def leave(self) -> None:
+        self.report(Leaving())
 
     def close(self) -> None:
         self._connection.close()
@@ -88,6 +99,9 @@ class ConductorEnd:
     def report(self, report: Report) -> None:
         self.tell(lambda conductor: conductor.report(report))
 
+    def leave(self) -> None:
+        self.tell(Conductor.shutdown)
+
     def tell(self, event: Callable[[Conductor], None]) -> None:
         """Have the conductor handle an event, in the order told; from any thread."""
         self._events.append(event)
@@ -97,7 +111,7 @@ class ConductorEnd:
                 self._waker.send(b"\0")
 
     def run(self) -> None:
-        """Conduct until closed, or until a member is gone."""
+        """Conduct until closed, or until a member is gone: no fault once the log has ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ, None)
             for connection in self._members.values():
@@ -108,7 +122,7 @@ class ConductorEnd:
                         self._read(key.data)
                     self._conduct()
             except ConnectionLost:
-                if not self._closed:  # else it was this side that hung up
+                if not (self._closed or self._conductor.closed):
                     raise
 
     def _read(self, connection: LogSocket | None) -> None:

@@ -155,12 +155,19 @@ def scheduler_of(
     """The live router's scheduler, with the cluster's latencies for its predictions.
 
     Raises:
-        ConfigError: there is no such policy or option, the policy cannot use such gangs, or nobody
-            has measured what rides there.
+        ConfigError: there is no such policy or option, the policy cannot use such gangs, or ends of
+            prompts are to ride where nothing is kept or nobody has measured what rides.
     """
     made = scheduler_with(Costs(CostTable(latencies=cluster.table)), policy, options, reuse)
     check_pairing(policy, "elastic" if cluster.roles == ("elastic",) else "pair")
-    if policy == "chunked_prefill" or options.get("prefill_tokens_max"):
+    rides = options.get("prefill_tokens_max")
+    if rides and (reuse is None or not reuse.enabled):
+        kept = ReuseSettings().max_share
+        raise ConfigError(
+            f"--option prefill_tokens_max={rides}: only ends of prompts ride whose beginning was "
+            f"kept, and nothing is kept without --kv-reuse; try `--kv-reuse {kept}`"
+        )
+    if policy == "chunked_prefill" or rides:
         _ = cluster.hybrid  # what a rider would meet with in the middle of the run
     return made
 

@@ -108,6 +108,19 @@ def test_the_others_have_the_last_entry_before_its_own_rank_can_hang_up() -> Non
         it.conducting.result(WAIT_S)
 
 
+def test_a_member_that_leaves_ends_the_log_in_order() -> None:
+    """Also if it hangs up at once, and others report to nobody."""
+    with gang(3) as it:
+        it.members[0].leave()
+        assert it.ops(0, 1) == it.ops(1, 1) == it.ops(2, 1) == [Shutdown()]
+        it.members[0].close()
+        it.conducting.result(WAIT_S)
+        it.leader.close()
+        it.members[1].report(Prepared(2, 7))
+        with pytest.raises(ConnectionLost):
+            it.next(2)
+
+
 def test_closing_in_the_middle_of_an_entry_is_no_fault() -> None:
     with gang(2) as it:
 

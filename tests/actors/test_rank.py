@@ -17,6 +17,7 @@ from gang_cell import (
     GangPlan,
     Request,
     even_shares,
+    in_threads,
     job_of,
     prompt_of,
 )
@@ -77,6 +78,19 @@ async def test_closing_ends_who_waits_for_kv_or_for_its_peers(tiny_llama: Path) 
     assert not set(left) - before
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_a_gang_that_ends_says_of_no_rank_that_it_is_broken(
+    tiny_llama: Path, first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever rank is closed first; the others cannot go on, which is no news."""
+    plan = GangPlan(model_dir=str(tiny_llama), role="decode", instances=3)
+    async with thread_gang(plan) as gang:
+        await in_threads([gang.ranks[first].close])
+        others = [rank for rank in gang.ranks if rank is not gang.ranks[first]]
+        await eventually(lambda: all(is_broken(rank) for rank in others))
+    assert not [it for it in caplog.messages if "is broken" in it]
+
+
 async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
         for rank in (*cell.prefill_gang.ranks, *cell.decode_gang.ranks):
@@ -86,7 +100,10 @@ async def test_a_rank_closes_whose_peers_are_gone(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
-    tiny_llama: Path, role: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path,
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody waits for a rank that cannot go on: neither its peers nor the router."""
     async with thread_cell(tiny_llama, prefill=2, decode=2) as cell:
@@ -101,6 +118,9 @@ async def test_a_loop_that_dies_takes_its_gang_along_and_hangs_up(
         if role == "decode":
             await cell.join(it)
         await eventually(lambda: all(is_broken(rank) for rank in gang.ranks))
+        assert {it[:16] for it in caplog.messages if "is broken" in it} == {
+            "rank 0 is broken", "rank 1 is broken",
+        }  # fmt: skip
         with pytest.raises(FaultError, match="a mistake of ours"):
             patient.check_health()
         await (cell.prefill if role == "prefill" else cell.decode).lost

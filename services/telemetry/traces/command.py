@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -53,6 +54,8 @@ def _ui(args: argparse.Namespace) -> None:
     from csps.services.launch.serve_command import READY_DEADLINE_S, serve
     from csps.services.telemetry.traces.ui import phoenix, pointed_at
 
+    # The viewer is a process of its own: unwind, as Ctrl-C does, or nobody ends it.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with phoenix(args.phoenix, port=args.port, run_dir=RUN_DIR) as url:
         config = pointed_at(args.config, url, run_dir=RUN_DIR)
         serve(config, port=None, with_demo=not args.no_demo, ready_deadline_s=READY_DEADLINE_S)

@@ -140,8 +140,14 @@ def test_a_cluster_without_times_of_what_rides_is_refused_before_the_run() -> No
     """Its decode instances have eight GPUs, with which no prompt was computed."""
     published = load_cluster("tetris-16")
     scheduler_of(published, "csps", {})
+    kept = ReuseSettings(enabled=True)
     with pytest.raises(ConfigError, match=r"no latencies of .* with tp=8"):
-        scheduler_of(published, "csps", {"prefill_tokens_max": 64})
+        scheduler_of(published, "csps", {"prefill_tokens_max": 64}, kept)
+
+
+def test_no_end_of_a_prompt_can_ride_where_nothing_is_kept() -> None:
+    with pytest.raises(ConfigError, match=r"without --kv-reuse; try `--kv-reuse 0.5`"):
+        scheduler_of(load_cluster("local"), "csps", {"prefill_tokens_max": 64})
 
 
 @pytest.mark.parametrize("seed", range(3))

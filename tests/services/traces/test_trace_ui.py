@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from csps.protocols.errors import ConfigError, FaultError
+from csps.services.launch import serve_command
 from csps.services.launch.deploy_config import read_config
+from csps.services.telemetry.traces.command import main
 from csps.services.telemetry.traces.ui import phoenix, pointed_at
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,3 +78,30 @@ def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text(yaml.safe_dump({}))
     with pytest.raises(ConfigError, match=r"empty.yaml: no configuration"):
         pointed_at(tmp_path / "empty.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
+
+
+@pytest.fixture
+def own_ending() -> Iterator[None]:
+    """What SIGTERM does here, once a test is over."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("own_ending")
+def test_sigterm_ends_the_viewer_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the server has started or not."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "config.yaml", tmp_path)
+    viewer, port = program(tmp_path, STAND_IN), free_port()
+
+    def serve(*_: Any, **__: Any) -> None:
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(serve_command, "serve", serve)
+    with pytest.raises(SystemExit) as ended:
+        main(["ui", "--phoenix", str(viewer), "--port", str(port)])
+    assert ended.value.code == 128 + signal.SIGTERM
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/healthz")
