@@ -220,11 +220,13 @@ class KvPool:
         """
         assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
         assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
-        with self._writing(rid, span) as (holding, runs):
-            for run in runs:
-                rows = self._on_device(holding.rows(run, span))
-                self._k_by_layer[layer][run.start : run.stop, heads].copy_(k_thd[rows])
-                self._v_by_layer[layer][run.start : run.stop, heads].copy_(v_thd[rows])
+        with self._writing(rid, span) as (holding, _):
+            with self._lock:
+                places = holding.places(span)
+            for place in places:
+                slots, rows = map(self._on_device, place)
+                self._k_by_layer[layer][slots, heads] = k_thd[rows]
+                self._v_by_layer[layer][slots, heads] = v_thd[rows]
 
     def write_kept(
         self, layer: int, rid: int, span: Span, kept: KeptKv, *, heads: slice = ALL_HEADS
@@ -331,8 +333,10 @@ class KvPool:
         with self._lock:
             assert holding.locate(span) == runs, f"request {rid} was freed while being written"
 
-    def _on_device(self, rows: slice | Slots) -> slice | Tensor:
-        return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(self.k.device)
+    def _on_device(self, numbers: slice | Slots) -> slice | Tensor:
+        if isinstance(numbers, slice):
+            return numbers
+        return torch.from_numpy(numbers).to(self.k.device)
 
     def _read_slots(self, layer: int, slots: Slots, heads: slice) -> tuple[Tensor, Tensor]:
         k_shd, v_shd = (it[:, heads] for it in self.layer(layer))

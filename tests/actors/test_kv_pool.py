@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from device_budget import DEVICE, DeviceBudget
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -143,6 +144,23 @@ def test_span_over_interleaved_runs_is_written_row_by_row(between: int) -> None:
     values = [float(position * position) for position in range(10)]
     pool.write(0, 1, span(0, 10), *rows_of(values))
     assert contents(pool, 0, 1, range(10)) == dict(enumerate(values))
+
+
+def test_rows_of_one_member_of_a_ring_are_written_by_one_copy_each() -> None:
+    pool = KvPool(
+        layers=1,
+        slots=64,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+    pool.allocate(1, [Span(member, 64, 4) for member in range(4)])
+    k_thd = torch.empty(16, KV_HEADS, HEAD_DIM, device=DEVICE)
+    with DeviceBudget() as budget:
+        pool.write(0, 1, Span(3, 64, 4), k_thd, k_thd)
+    assert budget.kernels.total() == 2
+    assert not budget.copies
 
 
 def test_span_looked_up_before_is_right_after_a_change() -> None:
