@@ -19,7 +19,7 @@ from csps.actors.mesh import StoreAddress
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers
 
-EXIT_S = 20.0
+EXIT_S = 60.0
 HOST = ("-m", "csps.actors.host_rank")
 
 

@@ -36,7 +36,7 @@ from csps.protocols.span import Span
 LAYERS, HEAD_DIM, RID, EPOCH = 2, 4, 7, "epoch"
 NEXT_RID = 8
 """Of a request whose landing proves that whatever was sent before it has been dealt with."""
-WAIT_S = 20.0
+WAIT_S = 60.0
 IN_FLIGHT = 2**20
 
 

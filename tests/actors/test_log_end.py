@@ -16,7 +16,7 @@ from csps.protocols.errors import ConnectionLost, ProtocolError
 from csps.protocols.log_connection import LogSocket
 from csps.protocols.log_entries import Entry, Op, Prepared, Ran, Run, Shutdown
 
-WAIT_S, OWNER = 20.0, 1
+WAIT_S, OWNER = 60.0, 1
 
 
 class Gang:

@@ -27,7 +27,7 @@ from csps.protocols.span import Span
 from csps.protocols.tokens import Tokens
 
 SECRET = b"only for tests"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CLUSTER = parse_cluster(
     {
         "servers": [

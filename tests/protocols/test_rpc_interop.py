@@ -17,7 +17,7 @@ from csps.protocols.messages import SCHEMA_VERSION
 from csps.protocols.rpc_server import Peer, RpcServer
 
 SECRET = b"a cluster secret"
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 async def add(payload: Any, peer: Peer) -> Any:

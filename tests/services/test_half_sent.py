@@ -31,7 +31,7 @@ PATIENCE_S = 0.3
 """For headers and for the next byte of a body."""
 HAPROXY_S = 2
 """Longer, as by default: it would answer in the place of the router, and with 400."""
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 STATUS = dict.fromkeys(IN_THE_HEADERS | IN_THE_BODY, 408) | {
     "unknown path": 404,
     "too long": 413,

@@ -41,7 +41,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list
     config = Path(variables["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).with_name("of a node.cfg")
     config.write_text(CONFIG)
     launcher = variables["RAY_SERVE_HAPROXY_BINARY_PATH"]
-    subprocess.run([launcher, "-db", "-f", str(config), "-sf", "12"], check=True, timeout=10)
+    subprocess.run([launcher, "-db", "-f", str(config), "-sf", "12"], check=True, timeout=60)
     return config.read_text(), said.read_text().split()
 
 

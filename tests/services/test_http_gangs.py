@@ -27,7 +27,7 @@ from csps.services.launch.settings import HttpSettings, Settings
 from csps.services.scheduling.limits import QueueLimits
 from csps.services.telemetry.metrics import Metrics
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 ONE_AT_A_TIME = QueueLimits(max_waiting=1)
 T = TypeVar("T")
 

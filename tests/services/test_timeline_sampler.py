@@ -98,7 +98,7 @@ class GatedExporter(InMemorySpanExporter):
         self.gate = threading.Event()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return super().export(spans)
 
 

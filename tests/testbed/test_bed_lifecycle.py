@@ -19,7 +19,7 @@ from testbed.network import Testbed, down, two_servers, up
 pytestmark = pytest.mark.testbed
 
 BENCHMARKS = Path(network.__file__).parents[1]
-WAIT_S = 20.0
+WAIT_S = 60.0
 FOREVER = ("sleep", "3600")
 
 

@@ -154,5 +154,5 @@ async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path
         await cell.idle()
     waiting = [t for t in threading.enumerate() if t.name in ("arrivals", "departures")]
     for thread in waiting:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
