@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from free_ports import free_ports
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
@@ -28,7 +28,7 @@ async def haproxy(
         router: what it passes requests on to.
         client_silence_s: instead of `http_front.CLIENT_SILENCE_S`.
     """
-    port, *others = _free_ports(4)
+    port, *others = free_ports(4)
     variables = front_environment(folder, folder, ports=others, host=LOOPBACK)
     config = _config(folder, port, others, client_silence_s)
     api = _api(config, folder, router)
@@ -86,11 +86,3 @@ async def _serving(port: int, process: asyncio.subprocess.Process) -> None:
             pass
         await asyncio.sleep(0.01)
     raise AssertionError(f"HAProxy ended with status {process.returncode}")
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

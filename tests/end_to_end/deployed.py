@@ -6,12 +6,11 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,9 @@ from unittest import mock
 
 import httpx
 import yaml
+from free_ports import free_port
 
+from csps.cli import main
 from csps.protocols.errors import FaultError
 from csps.protocols.messages import RankStats
 from csps.protocols.rpc_client import RpcClient
@@ -28,7 +29,7 @@ from csps.services.launch import ray_head
 from csps.services.launch.credentials import SECRET_VARIABLE
 from csps.services.launch.deploy_config import DeployConfig, read_config
 from csps.services.launch.ray_head import RayHead, session_of
-from csps.services.launch.serve_command import deploy, wait_ready
+from csps.services.launch.serve_command import RUN_DIR, deploy, wait_ready
 from csps.services.launch.serve_status import APPLICATIONS_PATH
 
 SECRET = "known to the tests and the server"
@@ -36,6 +37,7 @@ RPC_DEADLINE_S = 60.0
 DEADLINE_S = 60.0
 POLL_S = 0.05
 MODEL = "tiny"
+CONFIG = "config.yaml"
 LISTENS = "0A"
 
 _VIEW_GANGS = """
@@ -43,9 +45,38 @@ import dataclasses, json, sys
 import ray
 from ray import serve
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-registry = serve.get_deployment_handle("Registry", "csps")
-print(json.dumps(dataclasses.asdict(registry.wait_change.remote(-1).result()[1])))
+for _ in sys.stdin:
+    registry = serve.get_deployment_handle("Registry", "csps")
+    view = registry.wait_change.remote(-1).result(timeout_s=float(sys.argv[2]))[1]
+    print(json.dumps(dataclasses.asdict(view)), flush=True)
 """
+
+
+class Registry:
+    """The server's own, asked by a process of Ray's that stays: its start takes seconds."""
+
+    def __init__(self, head: RayHead) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _VIEW_GANGS, head.address, str(DEADLINE_S)],
+            env=head.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def rank_addresses(self) -> list[tuple[str, int]]:
+        """Of all gangs that are complete now."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        line = next(it for it in self._process.stdout if it.startswith("{"))
+        gangs = [gang for gang in json.loads(line).values() if gang is not None]
+        return [(rank["host"], rank["port"]) for gang in gangs for rank in gang["ranks"]]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +86,7 @@ class Deployed:
     config: DeployConfig
     head: RayHead
     run_dir: Path
+    registry: Registry
 
     def redeploy(self, **args: Any) -> Deployed:
         """The server with other settings, which Serve puts in the place of these from now on."""
@@ -136,7 +168,7 @@ class Deployed:
 
     def _held(self, deadline: float) -> list[RankStats]:
         """Ranks that hold something when the deadline is over; none as soon as all are free."""
-        addresses = self._rank_addresses()
+        addresses = self.registry.rank_addresses()
         while True:
             stats = asyncio.run(_all_stats(addresses))
             held = [it for it in stats if it.kv_used or it.requests or it.running or it.waiting]
@@ -144,37 +176,60 @@ class Deployed:
                 return held
             time.sleep(POLL_S)
 
-    def _rank_addresses(self) -> list[tuple[str, int]]:
-        done = subprocess.run(
-            [sys.executable, "-c", _VIEW_GANGS, self.head.address],
-            env=self.head.environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=DEADLINE_S,
-        )
-        view = json.loads(done.stdout.splitlines()[-1])
-        gangs = [gang for gang in view.values() if gang is not None]
-        return [(rank["host"], rank["port"]) for gang in gangs for rank in gang["ranks"]]
-
 
 @contextmanager
 def deployed(model_dir: Path, run_dir: Path, **args: Any) -> Iterator[Deployed]:
     """Ray and the application, up and ready; everything is gone afterwards."""
-    config = _read(run_dir, _config(model_dir, run_dir, args), _free_port())
+    config = _read(run_dir, _config(model_dir, run_dir, args), free_port())
     with mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
         head = ray_head.start_head(run_dir, num_cpus=2)
         try:
             deploy(config, head, run_dir)
-            server = Deployed(config=config, head=head, run_dir=run_dir)
             wait_ready(config, head, say=print)
-            yield server
+            with _running(config, head, run_dir) as server:
+                yield server
         finally:
             head.stop(grace_s=0)
 
 
+@contextmanager
+def _running(config: DeployConfig, head: RayHead, run_dir: Path) -> Iterator[Deployed]:
+    with closing(Registry(head)) as registry:
+        yield Deployed(config=config, head=head, run_dir=run_dir, registry=registry)
+
+
+@contextmanager
+def commands_in(folder: Path) -> Iterator[None]:
+    """For `main`: typed by a user, but in this process, because importing Ray takes seconds."""
+    with chdir(folder), mock.patch.dict(os.environ, {SECRET_VARIABLE: SECRET}):
+        yield
+
+
+@contextmanager
+def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
+    """What `csps serve` puts in the place of the server of a folder, or starts if there is none."""
+    config = _read(folder, _config(model_dir, folder, {}), port)
+    try:
+        with commands_in(folder):
+            command = ["serve", "--no-demo", "--config", str(folder / CONFIG), "--port", str(port)]
+            assert main(command) == 0
+            head = ray_head.recall(RUN_DIR)
+        assert head is not None
+        with _running(config, head, folder) as server:
+            yield server
+    finally:
+        stop_left(folder)
+
+
+def stop_left(folder: Path) -> None:
+    """End the server of a folder, if it still has one."""
+    if (head := ray_head.recall(folder / RUN_DIR)) is not None:
+        head.stop(grace_s=0)
+        ray_head.forget(folder / RUN_DIR)
+
+
 def _read(run_dir: Path, data: dict[str, Any], port: int) -> DeployConfig:
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG
     path.write_text(yaml.safe_dump(data))
     return read_config(path, port=port)
 
@@ -197,12 +252,6 @@ def _config(model_dir: Path, run_dir: Path, args: dict[str, Any]) -> dict[str, A
 
 def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def _all_stats(addresses: list[tuple[str, int]]) -> list[RankStats]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from deployed import MODEL, Deployed, deployed
+from free_ports import free_port
 
 from csps.services.launch.settings import shipped_models
 from csps.services.telemetry.traces.spans import Span, Trace, read_spans, span_files, traces
@@ -138,9 +138,7 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.split("/")[2]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         [
             program,
@@ -151,11 +149,11 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
         ]
     )
     try:
-        with httpx.Client(base_url=f"http://{address}", timeout=10.0, trust_env=False) as client:
+        with httpx.Client(base_url=f"http://{address}", timeout=60.0, trust_env=False) as client:
             yield client
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def result(client: httpx.Client, query: str) -> list[Any]:

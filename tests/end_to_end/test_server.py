@@ -1,7 +1,8 @@
 """The real application on a real Ray, driven by the official client.
 
-The tests share one server and leave it as they found it: each ends with every slot free. The last
-one stops it.
+`csps serve` has put it in the place of the server that test_serve_command.py has left, if that ran.
+The tests share it and leave it as they found it: each ends with every slot free. The last one stops
+it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from deployed import MODEL, Deployed, deployed
+from deployed import MODEL, Deployed, commands_in, replaced
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
+from csps.cli import main
 from csps.models.tokenizer import Tokenizer
 from csps.services.launch.serve_command import undeploy
 from csps.services.telemetry.traces.spans import Span, read_spans, span_files
@@ -38,8 +40,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    with deployed(model_dir, tmp_path_factory.mktemp("run")) as server:
+def server(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
+    with replaced(model_dir, folder, port) as server:
         yield server
 
 
@@ -385,7 +387,9 @@ def test_a_killed_router_is_replaced_and_what_it_had_asked_for_ends(
 # --- the end ---------------------------------------------------------------------------------
 
 
-def test_stopping_lets_running_requests_finish(server: Deployed, client: openai.OpenAI) -> None:
+def test_stopping_lets_running_requests_finish(
+    server: Deployed, client: openai.OpenAI, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Last in the file: there is no server after it."""
     chunks = stream(client, random_tokens(300), 500)
     next(chunks)
@@ -395,3 +399,10 @@ def test_stopping_lets_running_requests_finish(server: Deployed, client: openai.
     stopping.join(DEADLINE_S)
     with pytest.raises(openai.APIError):
         ask(client, random_tokens(3), 1)
+
+    with commands_in(folder):
+        assert main(["stop"]) == 0
+    assert "stopped" in capsys.readouterr().out
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    assert not (folder / "run" / "ray-token").exists()

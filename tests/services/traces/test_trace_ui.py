@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from free_ports import free_port
 
 from csps.protocols.errors import ConfigError, FaultError
 from csps.services.launch import serve_command
@@ -38,12 +38,6 @@ def program(folder: Path, text: str) -> Path:
     path.write_text(text)
     path.chmod(0o755)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_it_runs_as_long_as_it_is_wanted(tmp_path: Path) -> None:
