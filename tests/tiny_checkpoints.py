@@ -7,6 +7,7 @@ where a norm applied twice or a bias forgotten would not show.
 import json
 import math
 from collections.abc import Iterator
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def make_checkpoint(
     return model_dir
 
 
+@cache
 def reference_model(model_dir: Path) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, in fp32."""
+    """transformers' own model of a checkpoint, in fp32; reading it takes longest."""
     reference = model_dir / _REFERENCE
     path = reference if reference.exists() else model_dir
     model: PreTrainedModel = _AUTO.from_pretrained(path, dtype=torch.float32).eval()
@@ -94,10 +96,16 @@ def reference_steps(model: PreTrainedModel, token_ids: list[int], count: int) ->
         yield logits_v
 
 
+@lru_cache(maxsize=256)
+def reference_answer(model_dir: Path, prompt: tuple[int, ...], count: int) -> Tensor:
+    """(count, vocab): `reference_steps` of a checkpoint. Tests ask the same more than once."""
+    return torch.stack(list(reference_steps(reference_model(model_dir), list(prompt), count)))
+
+
 def reference_tokens(model_dir: Path, token_ids: list[int], count: int) -> list[int]:
     """The `count` tokens that greedy decoding in transformers appends, past any end token."""
-    steps = reference_steps(reference_model(model_dir), token_ids, count)
-    return [int(logits_v.argmax()) for logits_v in steps]
+    tokens: list[int] = reference_answer(model_dir, tuple(token_ids), count).argmax(-1).tolist()
+    return tokens
 
 
 def random_tokens(count: int, *, seed: int = 0) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,12 +24,6 @@ PROMPT = prompt_of(40, 1).tolist()
 OTHER = prompt_of(50, 2).tolist()
 LASTING = 200
 """Tokens of a stream that is to go on for a while."""
-
-
-@functools.cache
-def lasting(model: Path) -> list[int]:
-    """The right answer to `PROMPT`."""
-    return reference_tokens(model, PROMPT, LASTING)
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +78,12 @@ class Ranks:
 @pytest.fixture
 async def ranks(tiny_llama: Path, tmp_path: Path) -> AsyncIterator[Ranks]:
     plan = partial(GangPlan, model_dir=str(tiny_llama), instances=2)
+    answer = reference_tokens(tiny_llama, PROMPT, LASTING)
     async with (
         thread_gang(plan(role="prefill")) as prefill,
         thread_gang(plan(role="decode")) as decode,
     ):
-        made = Ranks(tiny_llama, prefill, decode, tmp_path / "generations", lasting(tiny_llama))
+        made = Ranks(tiny_llama, prefill, decode, tmp_path / "generations", answer)
         try:
             yield made
         finally:
