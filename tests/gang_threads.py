@@ -43,12 +43,13 @@ class ThreadGang:
     def __init__(
         self,
         plan: GangPlan,
-        in_processes: Sequence[int],
-        data_group: GroupMaker | None,
+        in_processes: Sequence[int] = (),
+        data_group: GroupMaker | None = STRICT,
         log: LaunchLog | None = None,
     ) -> None:
         self.plan = plan
-        self._data_group = data_group
+        # Processes are bound to plain gloo, and so is who works with them.
+        self._data_group = None if in_processes else data_group
         self._log = log
         self.hosted = host_store("127.0.0.1")
         self.hosts: list[Rank | RankProcess] = [
@@ -119,6 +120,16 @@ class ThreadCell(Cell):
 
 
 @asynccontextmanager
+async def started(*gangs: ThreadGang) -> AsyncIterator[None]:
+    """From start to end, all at once: much of both is waiting."""
+    try:
+        await asyncio.gather(*(gang.start() for gang in gangs))
+        yield
+    finally:
+        await asyncio.gather(*(gang.close() for gang in gangs))
+
+
+@asynccontextmanager
 async def thread_gang(
     plan: GangPlan,
     in_processes: Sequence[int] = (),
@@ -127,12 +138,9 @@ async def thread_gang(
 ) -> AsyncIterator[ThreadGang]:
     """A gang from start to end, held to NCCL's rules, or with plain gloo (None), to which those in
     processes are bound."""
-    gang = ThreadGang(plan, in_processes, None if in_processes else data_group, log)
-    try:
-        await gang.start()
+    gang = ThreadGang(plan, in_processes, data_group, log)
+    async with started(gang):
         yield gang
-    finally:
-        await gang.close()
 
 
 @asynccontextmanager
@@ -164,11 +172,10 @@ async def thread_cell(
     )
     prefill_plan = plan(role="prefill", instances=prefill, tp=prefill_tp)
     decode_plan = plan(role="decode", instances=decode, tp=decode_tp)
+    one = ThreadGang(prefill_plan, prefill_processes, data_group, logs[0])
+    other = ThreadGang(decode_plan, decode_processes, data_group, logs[1])
     cell = ThreadCell()
-    async with (
-        thread_gang(prefill_plan, prefill_processes, data_group, logs[0]) as one,
-        thread_gang(decode_plan, decode_processes, data_group, logs[1]) as other,
-    ):
+    async with started(one, other):
         cell.prefill_gang, cell.decode_gang = one, other
         cell.prefill = await cell.attach(one.members, "prefill")
         cell.decode = await cell.attach(other.members, "decode")

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from gang_cell import ANSWER_S, SECRET, START_S, GangPlan
-from gang_threads import ThreadGang, eventually, thread_gang
+from gang_threads import ThreadGang, eventually, started
 from linked import linked
 from live_server import serving
 
@@ -87,8 +87,8 @@ async def served(
     async with AsyncExitStack() as stack:
         plan = partial(PlacedGang, model_dir=str(model_dir), instances=2, kv_slots=kv_slots)
         prefill_plan = plan(role="prefill", tp=prefill_tp, servers=prefill_servers)
-        prefill = await stack.enter_async_context(thread_gang(prefill_plan))
-        decode = await stack.enter_async_context(thread_gang(plan(role="decode")))
+        prefill, decode = ThreadGang(prefill_plan), ThreadGang(plan(role="decode"))
+        await stack.enter_async_context(started(prefill, decode))
         settings = Settings(
             model=str(model_dir),
             served_model_name="tiny",

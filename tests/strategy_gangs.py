@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,22 +33,27 @@ Gangs = Callable[[str, int, int], StrategyRanks]
 def started_once(
     folders: pytest.TempPathFactory, data_group: GroupMaker | None = STRICT
 ) -> Iterator[Gangs]:
-    """Starts each gang when it is first asked for, and closes all on the way out; with plain gloo
-    (None) clocks and timelines tell when exchanges ended."""
+    """Starts each gang when it is first asked for, or after a job that failed on it, and closes
+    all on the way out; with plain gloo (None) clocks and timelines tell when exchanges ended."""
     started: dict[tuple[str, int, int], StrategyRanks] = {}
-    with ExitStack() as stack:
+    stacks: list[ExitStack] = []
 
-        def gang(model: str, instances: int, tp: int) -> StrategyRanks:
-            key = model, instances, tp
-            if key not in started:
-                config = {"num_hidden_layers": LAYERS, **MODELS[model]}
-                path = make_checkpoint(folders.mktemp(model), **config)
-                started[key] = stack.enter_context(
-                    strategy_ranks(path, instances=instances, tp=tp, data_group=data_group)
-                )
-            return started[key]
+    def gang(model: str, instances: int, tp: int) -> StrategyRanks:
+        key = model, instances, tp
+        if key not in started or started[key].failed:
+            config = {"num_hidden_layers": LAYERS, **MODELS[model]}
+            path = make_checkpoint(folders.mktemp(model), **config)
+            stacks.append(ExitStack())
+            started[key] = stacks[-1].enter_context(
+                strategy_ranks(path, instances=instances, tp=tp, data_group=data_group)
+            )
+        return started[key]
 
+    try:
         yield gang
+    finally:
+        with ThreadPoolExecutor() as threads:  # each waits for gloo most of the time
+            list(threads.map(ExitStack.close, stacks))
 
 
 def check_scattered_history(

@@ -91,6 +91,8 @@ class StrategyRanks:
         self.network = load_network(model)
         self.world = world
         self.engines = tuple(engines)
+        self.failed = False
+        """A job has ended with an error, perhaps in the middle of an exchange."""
 
     def prompt(self, rid: int, length: int) -> Tensor:
         """A request's token ids, always the same."""
@@ -113,9 +115,12 @@ class StrategyRanks:
         """
         layout = self.engines[0].layout
         ranks = [rank for instance in job.group for rank in layout.ranks_of(instance)]
-        return self.world.each(
+        self.failed = True
+        results = self.world.each(
             len(ranks), lambda place: self._run_on(ranks[place], job, make, part, withdrawn)
         )
+        self.failed = False
+        return results
 
     def points(self, job: PrefillJob, rank: int, part: Callable[[int, int], None] | None) -> Points:
         """A rank's way through a job."""

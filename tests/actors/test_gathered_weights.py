@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from small_blocks import blocks_of
-from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
+from strategy_gangs import LAYERS, Gangs, check_scattered_history
 from strategy_ranks import job_of
 
 from csps.actors.engine.engine import Engine
@@ -20,18 +18,6 @@ from csps.actors.transfers import Transfers
 
 MODELS = ("gqa", "mqa", "biased", "qk-norm")
 ATTENTION = ("input_norm", "qkv", "qkv_bias", "output", "output_bias", "query_norm", "key_norm")
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def gloo_gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory, data_group=None) as started:
-        yield started
 
 
 @pytest.mark.parametrize("model", MODELS)

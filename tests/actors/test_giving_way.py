@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import pytest
 import torch
 from small_blocks import blocks_of
-from strategy_gangs import LAYERS, Gangs, check_scattered_history, started_once
+from strategy_gangs import LAYERS, Gangs, check_scattered_history
 from strategy_ranks import RankResult, StrategyRanks, job_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,12 +30,6 @@ PIECES = (5, 40, 3)
 WHOLE_ROWS = 12
 """The blocks of all pieces together."""
 STRATEGIES = [("ulysses", 2, 1), ("gathered_weights", 2, 2), ("sp_tp", 2, 1), ("sp_tp", 2, 2)]
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
 
 
 class Watched:

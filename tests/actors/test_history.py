@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from csa_jobs import locations, scattered
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import LAYERS, Gangs, started_once
+from strategy_gangs import LAYERS, Gangs
 from strategy_ranks import StrategyRanks, job_of
 
 from csps.actors.engine.choice import strategy_of
@@ -24,12 +24,6 @@ from csps.protocols.topology import Topology
 STRATEGIES = ["ulysses", "gathered_weights", "ring_kv", "ring_q", "levels", "sp_tp", "sp_tp_flat"]
 
 several = settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
 
 
 @st.composite

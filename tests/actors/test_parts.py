@@ -12,9 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from rank_world import STRICT
 from small_blocks import blocks_of
-from strategy_gangs import LAYERS, Gangs, started_once
+from strategy_gangs import LAYERS, Gangs
 from strategy_ranks import StrategyRanks, job_of
 from test_history import STRATEGIES, jobs, on_gangs
 from test_withdrawn import BOUNDS, CASES, LENGTHS
@@ -103,18 +102,9 @@ def run(gang: StrategyRanks, job: PrefillJob) -> Watch:
     return watch
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(STRICT, id="strict"),
-        pytest.param(None, id="gloo", marks=pytest.mark.slow),
-    ],
-)
-def gangs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory, request.param) as started:
-        yield started
+@pytest.fixture(scope="module", params=["strict", pytest.param("gloo", marks=pytest.mark.slow)])
+def gangs(request: pytest.FixtureRequest, gangs: Gangs, gloo_gangs: Gangs) -> Gangs:
+    return gangs if request.param == "strict" else gloo_gangs
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history, started_once
+from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history
 from strategy_ranks import job_of
 
 from csps.actors.engine.engine import Engine
@@ -19,18 +19,6 @@ from csps.actors.timeline import TRANSFERS, Timeline
 from csps.protocols.csa import CsaPlan
 
 TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def gloo_gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory, data_group=None) as started:
-        yield started
 
 
 def exact(group: SpGroup, engine: Engine) -> SpTp:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from dense_csa import DenseCsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from strategy_gangs import MODELS, Gangs, started_once
+from strategy_gangs import MODELS, Gangs
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of
 from torch import Tensor
 
@@ -71,12 +71,6 @@ def cases(draw: st.DrawFn, model: str, instances: int, tp: int) -> Case:
         micro_partitions=draw(st.integers(1, 3)),
         pipelined=draw(st.booleans()),
     )
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
 
 
 def fellows(heads: int, kv_heads: int, instances: int, tp: int) -> Tensor:

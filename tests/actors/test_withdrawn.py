@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from strategy_gangs import LAYERS, Gangs, started_once
+from strategy_gangs import LAYERS, Gangs
 from strategy_ranks import StrategyRanks, assert_near, job_of
 from torch import Tensor
 
@@ -74,12 +74,6 @@ class Work:
             return attention(q_thd, k_thd, *args, **fields)
 
         return counting
-
-
-@pytest.fixture(scope="module")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    with started_once(tmp_path_factory) as started:
-        yield started
 
 
 def ran(gang: StrategyRanks, job: PrefillJob, withdrawn: tuple[int, ...]) -> tuple[Tensor, int]:

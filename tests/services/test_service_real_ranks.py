@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from any_layout import AnyLayout
 from gang_cell import ANSWER_S, SECRET, GangPlan
-from gang_threads import ThreadGang, eventually, thread_gang
+from gang_threads import ThreadGang, eventually
 from held_steps import HeldSteps
 from tiny_checkpoints import reference_tokens
 
@@ -45,13 +45,13 @@ class Cell:
     model: Path
     directory: StaticDirectory
     service: RequestService
-    stack: AsyncExitStack
-    """Ends the gangs."""
     instances: int
     tp: int
     backends: int
     """Transfers that a decode rank takes at a time."""
     gangs: dict[GangRole, ThreadGang] = field(default_factory=dict)
+    started: list[ThreadGang] = field(default_factory=list)
+    """These, and those before them."""
 
     async def start_gang(self, role: GangRole, in_processes: Sequence[int] = ()) -> None:
         """Start a gang, in the place of the one before it if there was one."""
@@ -62,7 +62,9 @@ class Cell:
             tp=self.tp,
             kv_receiving_backends=self.backends,
         )
-        self.gangs[role] = await self.stack.enter_async_context(thread_gang(plan, in_processes))
+        self.gangs[role] = ThreadGang(plan, in_processes)
+        self.started.append(self.gangs[role])
+        await self.gangs[role].start()
 
     def publish(self) -> None:
         """Tell the router of the gangs."""
@@ -152,15 +154,16 @@ async def real_cell(
     service = RequestService(
         cluster=cluster, scheduler=scheduler, costs=costs, shape=SHAPE, observer=observer
     )
-    async with AsyncExitStack() as stack:
-        cell = Cell(model, directory, service, stack, instances, tp, backends)
-        stack.push_async_callback(service.close, 0.0)
+    cell = Cell(model, directory, service, instances, tp, backends)
+    try:
         await service.start()
-        for role in roles:
-            await cell.start_gang(role, [1] if role == mortal else ())
+        await asyncio.gather(*(cell.start_gang(it, [1] if it == mortal else ()) for it in roles))
         cell.publish()
         await eventually(lambda: service.ready)
         yield cell
+    finally:
+        await asyncio.gather(*(gang.close() for gang in cell.started))
+        await service.close(0.0)
 
 
 async def answer(running: Running) -> list[int]:
