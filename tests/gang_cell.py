@@ -358,6 +358,7 @@ class Request:
     drawn: tuple[int, ...] = ()
     """The last tokens of `prompt`, if an earlier attempt has drawn them."""
     stays: bool = False
+    trace: dict[str, str] = field(default_factory=dict)
 
     def reserve(self, epoch: str) -> Reserve:
         """The message to every decode rank."""
@@ -373,6 +374,7 @@ class Request:
             answer=self.answer,
             kept_only=self.kept_only,
             stays=self.stays,
+            trace=self.trace,
         )
 
     def piece(self, start: int = 0, stop: int | None = None, **fields: Any) -> PrefillPiece:

@@ -126,16 +126,15 @@ class _Builder:
         return batch
 
     def _decode(self, row: Row) -> None:
-        master, keeper = row.request.master, row.keeper
-        if row.slots is not None:
+        master, keeper, holders = row.request.master, row.keeper, row.holders
+        if row.slots is not None and self._here in (master, *holders):
             if keeper == self._here != master:
                 received = self._batch.received.setdefault(self._peer(master), [])
                 received.append(row.slots.append())
             self._held.setdefault(self._asker(master), []).append(row.slots)
             self._count_incoming(master, 1)
         if master == self._here:
-            shares = (*row.shares_before(row.prompt), *row.answer)
-            at = self._ask({it.instance for it in shares}, 1)
+            at = self._ask(holders, 1)
             self._batch.decoding.append(row)
             if keeper != self._here:
                 sent = self._batch.sent.setdefault(self._peer(keeper), [])

@@ -13,11 +13,15 @@ from csps.actors.engine.batch import Batch
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.held_attention import attend_held
 from csps.actors.mesh import Tag
-from csps.actors.strategies.query_exchange import exchange_queries
+from csps.actors.strategies.query_exchange import ExchangeTimes, exchange_queries
 
 
-def forward(engine: Engine, batch: Batch) -> Tensor:
-    """Logits of the own rows that a token is drawn for."""
+def forward(engine: Engine, batch: Batch, times: ExchangeTimes | None = None) -> Tensor:
+    """Logits of the own rows that a token is drawn for.
+
+    Args:
+        times: what the exchange of queries took is added to these.
+    """
     network, pool = engine.network, engine.pool
     device = engine.device
     if not batch.rows:
@@ -38,7 +42,7 @@ def forward(engine: Engine, batch: Batch) -> Tensor:
         elif stored:
             pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
         _hand_over(engine, batch, index, k_rhd, v_rhd)
-        out_rhd = _attend(engine, batch, index, q_rhd, k_rhd, v_rhd)
+        out_rhd = _attend(engine, batch, index, q_rhd, k_rhd, v_rhd, times)
         x_td = layer.finish(x_td, out_rhd.to(q_rhd.dtype))
     if batch.pieces:
         x_td = x_td[[at for _, at in batch.drawing]]
@@ -81,6 +85,7 @@ def _attend(
     q_rhd: Tensor,
     k_rhd: Tensor,
     v_rhd: Tensor,
+    times: ExchangeTimes | None = None,
 ) -> Tensor:
     """Own rows' attention over all that lies before them, wherever it does."""
 
@@ -94,6 +99,7 @@ def _attend(
         routes=batch.routes,
         partial=partial,
         tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
+        times=times,
     )
 
 

@@ -6,7 +6,7 @@ A row that decodes computes one token an iteration, one that rides a piece of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from csps.actors.held_rows import RequestSlots
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampler_request import drawn_before
 from csps.actors.sampling import TokenSampler
+from csps.actors.strategies.query_exchange import ExchangeTimes
 from csps.protocols.iteration import RowState
 from csps.protocols.messages import Reserve
 from csps.protocols.placement import KvShare
@@ -39,6 +40,8 @@ class Row:
     """Whom it concerns: who draws its tokens, and who holds or is to keep its KV."""
     slots: RequestSlots | None = None
     """Of its KV as far as it lies here, once the row decodes."""
+    exchanges: ExchangeTimes = field(default_factory=ExchangeTimes)
+    """Of this rank, as they were when it joined."""
     over: bool = False
     """Its last token was drawn. It stays, unheard, until the log lets it leave everywhere."""
 
@@ -89,6 +92,13 @@ class Row:
     def keeper(self) -> int:
         """The instance that keeps the KV of the row's next token, once it decodes."""
         return next(it.instance for it in self.answer if self.next in it.span.positions)
+
+    @property
+    def holders(self) -> set[int]:
+        """Instances that hold KV of it, or keep that of its next token, once it decodes. Who keeps
+        later ones has nothing to answer yet."""
+        shares = (*self.request.shares, *self.answer)
+        return {it.instance for it in shares if it.span.length and it.span.start <= self.next}
 
     @property
     def keeps_at_master(self) -> bool:

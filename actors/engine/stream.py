@@ -25,6 +25,8 @@ from csps.actors.engine.rows import Row, answer_of, instances_of, last_position
 from csps.actors.held_rows import RequestSlots
 from csps.actors.sampler_request import drawn_before
 from csps.actors.strategies.group import shares_of
+from csps.actors.strategies.query_exchange import ExchangeTimes
+from csps.actors.timeline_export import COMMUNICATION_S, EXCHANGE_S
 from csps.protocols.errors import DeadlineExceeded
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Change, Place
@@ -33,6 +35,11 @@ from csps.protocols.span import Span
 
 ITERATION_S = 120.0
 """For one iteration, which takes a second at most: longer means that ranks wait for each other."""
+
+PROMPT_TOKENS, ANSWER_TOKENS = "csps.decode.prompt_tokens", "csps.decode.answer_tokens"
+"""Whose KV lies on a rank when a row leaves."""
+ANSWER_FROM = "csps.decode.answer_from"
+"""The first of the latter, in the answer; only where there are some."""
 
 
 class Stream:
@@ -61,6 +68,8 @@ class Stream:
         """The last iteration had prompts to compute, of which nobody hears by tokens."""
         self.iterations = 0
         self.iterating_s = 0.0
+        self.exchanges = ExchangeTimes()
+        """Of all iterations."""
         self._busy_since: float | None = None
 
     @property
@@ -103,6 +112,7 @@ class Stream:
             token=0,
             sampler=sampler,
             instances=instances_of(request),
+            exchanges=replace(self.exchanges),
         )
         if token is not None:
             row.next, row.token, row.index = request.prompt_length, token, row.index + 1
@@ -155,9 +165,25 @@ class Stream:
         return RequestSlots(self._engine.pool, request.rid, layers, held, growing)
 
     def _leave(self, rid: int) -> None:
+        for row in self._rows:
+            if row.rid == rid and row.request.trace:
+                row.reservation.note(self._figures(row))
         self._rows = [row for row in self._rows if row.rid != rid]
         self.reservations.leave(rid)
         self._let_go(rid)
+
+    def _figures(self, row: Row) -> dict[str, int | float]:
+        """For its trace: what of it lies here, and what exchanges took while it was a row."""
+        instance, drawn = self._engine.instance, Span(row.prompt, max(row.prompt, row.next))
+        kept = [it.intersection(drawn) for it in shares_of(answer_of(row.request), instance)]
+        first = min((it.start for it in kept if it.length), default=None)
+        return {
+            PROMPT_TOKENS: sum(it.length for it in shares_of(row.request.shares, instance)),
+            ANSWER_TOKENS: sum(it.length for it in kept),
+            **({} if first is None else {ANSWER_FROM: first - row.prompt}),
+            EXCHANGE_S: self.exchanges.under_way_s - row.exchanges.under_way_s,
+            COMMUNICATION_S: self.exchanges.waited_s - row.exchanges.waited_s,
+        }
 
     # --- the engine thread: one iteration ------------------------------------------------------
 
@@ -171,7 +197,7 @@ class Stream:
         """
         self._busy_since = begin = time.monotonic()
         batch = self._next_batch(group)
-        logits_rv = forward(self._engine, batch)
+        logits_rv = forward(self._engine, batch, self.exchanges)
         for row, length in zip(self._iterated, self._lengths, strict=True):
             self._advance(row, length)
         mine = [row for row, _ in batch.drawing]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from csps.actors.kv_transfer.header import KvHeader
@@ -88,6 +88,10 @@ class Reservation:
     def joined(self, rank: int) -> None:
         """The request decodes from now on."""
         self._trace(begin("decode.rank", self.request.trace, {"csps.rank": rank}))
+
+    def note(self, attributes: Mapping[str, int | float]) -> None:
+        """Say so in its trace."""
+        self._trace_span.set_attributes(attributes)
 
     def left(self) -> None:
         """The request is gone from this rank."""

@@ -14,14 +14,16 @@ how answers return and how they are merged is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from csps.actors.mesh import Mesh, Tag
+from csps.actors.mesh import Mesh, Pending, Tag
 from csps.kernels.merge import merge_rows
 
 Partial = Callable[[int | None, Tensor], tuple[Tensor, Tensor]]
@@ -79,33 +81,84 @@ class QueryRoutes:
         return {}
 
 
+@dataclass
+class ExchangeTimes:
+    """Of the rows whose queries a rank has sent to others, in seconds. Where exchanges are in order
+    nothing is counted: the host never learns when they have ended."""
+
+    under_way_s: float = 0.0
+    """From the queries' sending until all answers were there."""
+    waited_s: float = 0.0
+    """Of that, the time in which this rank computed nothing."""
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count the time inside."""
+        begin = time.monotonic()
+        yield
+        self.under_way_s += time.monotonic() - begin
+
+    def wait(self, pending: Pending) -> None:
+        """Until it has ended."""
+        begin = time.monotonic()
+        pending.wait()
+        self.waited_s += time.monotonic() - begin
+
+
 def exchange_queries(
-    q_rhd: Tensor, *, mesh: Mesh, routes: QueryRoutes, partial: Partial, tags: tuple[Tag, Tag]
+    q_rhd: Tensor,
+    *,
+    mesh: Mesh,
+    routes: QueryRoutes,
+    partial: Partial,
+    tags: tuple[Tag, Tag],
+    times: ExchangeTimes | None = None,
 ) -> Tensor:
     """Merged attention output (r, h, d), fp32, of the local query rows.
 
     One message to and from each peer. The own partials are computed while the queries travel, the
     peers' while the own answers do.
+
+    Args:
+        times: what it took is added to these.
     """
     if not (routes.outgoing or routes.incoming):
         own = [partial(None, routes.held(q_rhd))] if routes.held_here else []
         return _merged(q_rhd, routes, own)
+    counted = times is not None and routes.outgoing and not mesh.in_order
+    spent = times if times is not None and counted else ExchangeTimes()
+    with spent.under_way():
+        parts = _exchanged(q_rhd, mesh, routes, partial, tags, spent)
+    return _merged(q_rhd, routes, parts)
+
+
+def _exchanged(
+    q_rhd: Tensor,
+    mesh: Mesh,
+    routes: QueryRoutes,
+    partial: Partial,
+    tags: tuple[Tag, Tag],
+    times: ExchangeTimes,
+) -> list[tuple[Tensor, Tensor]]:
+    """Own partials, and those of others."""
     query_tag, partial_tag = tags
     foreign = {
         peer: q_rhd.new_empty(rows, *q_rhd.shape[1:]) for peer, rows in routes.incoming.items()
     }
     queries = mesh.exchange(routes.sent(q_rhd), list(foreign.items()), query_tag)
     answers = {peer: _packed_like(q_rhd, len(rows)) for peer, rows in routes.outgoing.items()}
-    # Who has nothing to send back can receive from now on: gloo then needs one trip, not three.
-    answered = None if foreign else mesh.exchange([], list(answers.items()), partial_tag)
+    # Receiving from now on: with gloo an answer then needs one trip, not three, and travels while
+    # others' are computed. In order, who also sends has to do both in one call.
+    soon = not (foreign and mesh.in_order)
+    received = mesh.exchange([], list(answers.items()), partial_tag) if soon else Pending([], [])
     parts = [partial(None, routes.held(q_rhd))] if routes.held_here else []
-    queries.wait()
-    if answered is None:
+    times.wait(queries)
+    if foreign:
         replies = [(peer, _packed(*partial(peer, rows_rhd))) for peer, rows_rhd in foreign.items()]
-        answered = mesh.exchange(replies, list(answers.items()), partial_tag)
-    answered.wait()
-    parts += [(packed[..., :-1], packed[..., -1]) for packed in answers.values()]
-    return _merged(q_rhd, routes, parts)
+        late = [] if soon else list(answers.items())
+        received = Pending.all((received, mesh.exchange(replies, late, partial_tag)))
+    times.wait(received)
+    return parts + [(packed[..., :-1], packed[..., -1]) for packed in answers.values()]
 
 
 def _packed_like(q_rhd: Tensor, rows: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from held_steps import HeldSteps
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tiny_checkpoints import make_checkpoint
 
@@ -30,17 +28,6 @@ FIRST_EXCHANGE = {"sp_tp": "all-gather", "ulysses": "first all-to-all", "csa": "
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama"), num_hidden_layers=LAYERS)
-
-
-@pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Spans of this test, with an SDK of its own."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    yield exporter
-    provider.shutdown()
 
 
 @pytest.mark.parametrize(

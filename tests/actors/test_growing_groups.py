@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,7 @@ from gang_threads import eventually, thread_cell
 from greedy_reference import greedy_tokens
 from growing_chain import MovedBytes, grown, random_chain, run_chunk
 from held_positions import held_positions
-from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from test_cancelled_traces import TIMELINE
 from test_chunked_prefill import Prefill, check_holdings, finish, reserved, run_job
@@ -88,16 +85,6 @@ async def check_chain(
         assert source % tp == target % tp
         by_instance[source // tp, target // tp] += sent
     assert by_instance == {pair: it * LAYERS * TOKEN_BYTES for pair, it in displaced.items()}
-
-
-@pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Spans of this test, with an SDK of its own."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    yield exporter
-    provider.shutdown()
 
 
 async def test_a_layers_history_travels_during_the_one_before(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -11,9 +10,6 @@ import pytest
 import torch
 from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,17 +23,6 @@ TIMELINE = {
     "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     "tracestate": "csps=timeline",
 }
-
-
-@pytest.fixture
-def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Spans of this test, with an SDK of its own."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    yield exporter
-    provider.shutdown()
 
 
 @pytest.mark.parametrize(("tp", "blocks"), [(1, 3), (2, 1)])

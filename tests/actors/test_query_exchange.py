@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from threading import Event
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from dense_reference import dense_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launch_log import LaunchLog, replay
-from mesh_threads import on_ranks
+from mesh_threads import FINISH_S, on_ranks
 from property_examples import examples
 from torch import Tensor
 
 from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.actors.strategies.query_exchange import ExchangeTimes, QueryRoutes, exchange_queries
 from csps.kernels.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -106,3 +108,58 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
             torch.testing.assert_close(row[None].double(), expected, atol=1e-5, rtol=0.0)
             answered.append(request)
     assert sorted(answered) == list(range(len(case.masters)))
+
+
+def routed(queries: Mapping[int, int], rank: int) -> QueryRoutes:
+    """Of a row for each rank that asks, whose KV lies at that rank and at the one that it asks."""
+    asked, asking = queries.get(rank), [one for one, other in queries.items() if other == rank]
+    rows = range(0 if asked is None else 1)
+    outgoing = {} if asked is None else {asked: rows}
+    incoming = dict.fromkeys(asking, 1)
+    return QueryRoutes(rows=len(rows), held_here=rows, outgoing=outgoing, incoming=incoming)
+
+
+def anything(q: Tensor) -> tuple[Tensor, Tensor]:
+    """A partial result."""
+    return q.clone(), torch.zeros(q.shape[:2])
+
+
+def test_the_own_part_is_computed_while_queries_travel_and_are_answered() -> None:
+    """Rank 0 is not done with its own part before rank 1 has the query, and gets no answer before
+    it has begun it."""
+    asked, begun = Event(), Event()
+
+    def body(mesh: Mesh) -> ExchangeTimes:
+        def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
+            mine, others = (begun, asked) if peer is None else (asked, begun)
+            mine.set()
+            assert others.wait(FINISH_S), "nothing is on its way beside the own part"
+            return anything(q)
+
+        routes, times = routed({0: 1}, mesh.rank), ExchangeTimes()
+        q = torch.ones(routes.rows, HEADS, HEAD_DIM)
+        exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS, times=times)
+        return times
+
+    asking, answering = on_ranks(2, body)
+    assert 0 < asking.waited_s < asking.under_way_s
+    assert answering == ExchangeTimes(), "who asks nobody has nothing to hide"
+
+
+def test_answers_travel_while_those_to_others_are_computed() -> None:
+    """Rank 0 is not done with rank 2's row before rank 1 has sent what rank 0 has asked for."""
+    answered = Event()
+
+    def body(mesh: Mesh) -> None:
+        def partial(peer: int | None, q: Tensor) -> tuple[Tensor, Tensor]:
+            if peer == 2:
+                assert answered.wait(FINISH_S), "no answer arrives beside others' parts"
+            return anything(q)
+
+        routes = routed({0: 1, 2: 0}, mesh.rank)
+        q = torch.ones(routes.rows, HEADS, HEAD_DIM)
+        exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
+        if mesh.rank == 1:
+            answered.set()
+
+    on_ranks(3, body)

@@ -1,0 +1,84 @@
+"""What ranks tell of rows in a request's trace: what of it lies where, and how much of the queries'
+way they stood still for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gang_cell import Request, even_shares, job_of, laid_out, prompt_of
+from gang_threads import elastic_cell
+from greedy_reference import greedy_tokens
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from test_cancelled_traces import TIMELINE
+
+from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
+from csps.actors.timeline_export import COMMUNICATION_S, EXCHANGE_S, RANK
+from csps.protocols.placement import KvShare
+from csps.protocols.sampling import Sampling
+from csps.protocols.span import Span
+
+LENGTH, DRAWN, FIRST = 60, 24, 10
+"""Of an answer's tokens, those that lie where the prompt does."""
+
+
+async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
+    tiny_llama: Path, exported: InMemorySpanExporter
+) -> None:
+    """Prefilled by three, decoded by one, and from its eleventh token on by two: who is to keep
+    later tokens is not asked before."""
+    last = LENGTH + DRAWN - 1
+    answer = (
+        KvShare(instance=1, span=Span(LENGTH, LENGTH + FIRST)),
+        KvShare(instance=2, span=Span(LENGTH + FIRST, last)),
+    )
+    request = Request(
+        rid=1,
+        prompt=prompt_of(LENGTH),
+        shares=even_shares(LENGTH, [1]),
+        master=1,
+        sampling=Sampling(temperature=0, max_tokens=DRAWN),
+        answer=answer,
+        trace=TIMELINE,
+    )
+    # Plain gloo tells how long exchanges took.
+    async with elastic_cell(tiny_llama, 3, data_group=None) as cell:
+        ranks = cell.prefill_gang.ranks
+        await cell.reserve(request)
+        rows = laid_out("striped", 0, LENGTH, [0, 1, 2])
+        job = job_of([request.piece(rows=rows)], [0, 1, 2], strategy="ring_kv")
+        await cell.prefilled(cell.submit(job, request.prompt))
+        before = [list(rank.engine.mesh.bytes_sent) for rank in ranks]
+        assert await cell.answer(request) == [
+            greedy_tokens(tiny_llama, request.prompt.tolist(), DRAWN)
+        ]
+        await cell.freed(1)
+        spec = ranks[1].engine.spec
+        sent = [
+            [now - then for now, then in zip(rank.engine.mesh.bytes_sent, was, strict=True)]
+            for rank, was in zip(ranks, before, strict=True)
+        ]
+    # Keys and values of a token go to who keeps it, its queries after them.
+    heads = 2 * spec.kv_heads + spec.heads
+    asked = (last - LENGTH - FIRST) * spec.layers
+    assert sent[1] == [0, 0, asked * heads * spec.head_dim * 4]
+    assert sent[2] == [0, asked * spec.heads * (spec.head_dim + 1) * 4, 0]
+    assert sent[0] == [0, 0, 0]
+    figures = {
+        int(it.attributes[RANK]): dict(it.attributes)
+        for it in exported.get_finished_spans()
+        if it.name == "decode.rank" and it.attributes is not None
+    }
+    assert {rank: lies(it) for rank, it in figures.items()} == {
+        0: (0, 0, None),
+        1: (LENGTH, FIRST, 0),
+        2: (0, DRAWN - 1 - FIRST, FIRST),
+    }
+    master = figures.pop(1)
+    assert 0 < master[COMMUNICATION_S] < master[EXCHANGE_S]
+    assert all(not it[COMMUNICATION_S] and not it[EXCHANGE_S] for it in figures.values())
+
+
+def lies(attributes: dict[str, Any]) -> tuple[int, int, int | None]:
+    """Tokens of the prompt, tokens of the answer, and the first of these."""
+    return attributes[PROMPT_TOKENS], attributes[ANSWER_TOKENS], attributes.get(ANSWER_FROM)
