@@ -75,19 +75,22 @@ class DenseCsa:
 
     def counts(self, importance_gt: Tensor | None) -> Tensor:
         """(KV heads, queries, keys): how often a query counts a key; 0 or 1 unless nested."""
-        weights = torch.zeros(self.kv_heads, self.tokens, self.tokens, dtype=torch.float64)
+        members = set(self.owners)
+        nearest = {(one, other): self.level_of(one, other) for one in members for other in members}
+        weights: list[list[list[int]]] = []
         for head in range(self.kv_heads):
             importance_t = None if importance_gt is None else importance_gt[head]
             kept = [self.kept(head, v, importance_t) for v in range(1, len(self.segments) + 1)]
+            weights.append([[0] * self.tokens for _ in range(self.tokens)])
             for i in range(self.tokens):
                 for j in range(i + 1):
-                    nearest = self.level_of(self.owners[i], self.owners[j])
-                    last = len(self.segments) if self.nested else nearest
-                    for level in range(nearest, last + 1):
+                    first = nearest[self.owners[i], self.owners[j]]
+                    last = len(self.segments) if self.nested else first
+                    for level in range(first, last + 1):
                         sees = j in kept[level - 1]
                         asks = i in kept[level - 1] or not self.drop_queries
-                        weights[head, i, j] += level == 1 or (sees and asks)
-        return weights
+                        weights[head][i][j] += level == 1 or (sees and asks)
+        return torch.tensor(weights, dtype=torch.float64).view(-1, self.tokens, self.tokens)
 
     def attend(
         self, q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, weights: Tensor, scale: float

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from gang_cell import ANSWER_S, Request, even_shares, job_of, prompt_of
@@ -21,6 +23,7 @@ from greedy_reference import greedy_tokens
 from held_steps import HeldSteps
 from torch import Tensor
 
+from csps.actors.engine.step_run import StepRun
 from csps.actors.kv_transfer.send_queue import SendQueue
 from csps.actors.kv_transfer.sending import Sending
 from csps.actors.strategies import query_blocks, ulysses
@@ -103,6 +106,20 @@ async def line(
         quantum_ms=0.0,  # a part at a time
     ) as cell:
         yield Line(cell)
+
+
+class Ended:
+    """What each rank has computed to the end, in its order: tokens of two ranks come in any."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.on: dict[int, list[int]] = defaultdict(list)
+        compute = StepRun.compute
+
+        def noted(run: StepRun, *arguments: Any) -> None:
+            compute(run, *arguments)
+            self.on[run.group.mesh.rank].append(run.number)
+
+        patch.setattr(StepRun, "compute", noted)
 
 
 class Doors:
@@ -282,16 +299,15 @@ async def test_an_urgent_step_of_one_member_holds_up_only_its_group(
 async def test_an_urgent_step_runs_inside_a_step_that_not_all_its_members_have(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = HeldSteps(monkeypatch)
+    steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
     async with line(tiny_llama, 3) as it:
-        # So long that its token cannot overtake the other's, which another rank tells.
-        long = await it.add(400, [0, 1])
+        long = await it.add(80, [0, 1])
         urgent = await it.add(5, [1, 2], urgent=True)
         await it.send([long, urgent], [0, 1, 2])
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order() == [urgent, long]
+        assert ended.on == {0: [long], 1: [urgent, long], 2: [urgent]}
 
 
 async def test_an_urgent_step_does_not_yield_to_another(
@@ -312,15 +328,16 @@ async def test_an_urgent_step_runs_inside_two_long_ones(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of its members are in the first, the third in the second."""
-    steps = HeldSteps(monkeypatch)
+    steps, ended = HeldSteps(monkeypatch), Ended(monkeypatch)
     async with line(tiny_llama, 4) as it:
-        first, second = await it.add(400, [0, 1, 2]), await it.add(400, [3])
+        first, second = await it.add(80, [0, 1, 2]), await it.add(80, [3])
         urgent = await it.add(4, [1, 2, 3], urgent=True)
         await it.send([first, second, urgent], [0, 1, 2, 3])
         await it.prepared()
         steps.go_on.set()
         await it.finish(tiny_llama)
-        assert it.drawn_order()[0] == urgent
+        inside = [urgent, first]
+        assert ended.on == {0: [first], 1: inside, 2: inside, 3: [urgent, second]}
 
 
 async def test_steps_on_overlapping_groups_do_not_deadlock(tiny_llama: Path) -> None:
