@@ -23,6 +23,7 @@ from csps.services.scheduling.policies.choice import check_pairing, make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings
 
 MS = 1_000_000
+slow = pytest.mark.slow
 
 
 def cluster(slots: int = 20_000, instances: int = 4, **more: object) -> ClusterModel:
@@ -155,7 +156,7 @@ def test_many_rows_have_several_masters() -> None:
 
 
 @pytest.mark.parametrize("move", [0, 1000])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(it, marks=slow) for it in (3, 4, 5))])
 def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, move: int) -> None:
     """Whatever comes. Slots are checked in every turn, by the scheduler's books and by the ranks'
     own."""
@@ -219,7 +220,7 @@ def test_what_ends_while_messages_about_it_are_on_their_way_is_freed(seed: int) 
     assert watched.held[turn] == 15 / (4 * 4_000)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(it, marks=slow) for it in (2, 3))])
 def test_who_is_preempted_may_be_emptied_as_well(seed: int) -> None:
     """Or not, if somebody who is still prefilled is to be decoded there."""
     arrivals = random_arrivals(seed, 150, 2_000, gap_ms=8)
