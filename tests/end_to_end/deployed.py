@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from csps.services.launch.serve_status import APPLICATIONS_PATH
 
 SECRET = "known to the tests and the server"
 RPC_DEADLINE_S = 60.0
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 POLL_S = 0.05
 MODEL = "tiny"
 CONFIG = "config.yaml"
@@ -139,9 +139,16 @@ class Deployed:
 
     def wait_gauge(self, name: str, at_least: float) -> None:
         """Until the metric has risen to a value."""
+        self._wait(lambda: self.gauge(name) >= at_least, f"csps:{name} stays below {at_least}")
+
+    def wait_zero(self, name: str) -> None:
+        """Until the metric has fallen to zero: the router may hear of an end after its client."""
+        self._wait(lambda: self.gauge(name) == 0, f"csps:{name} stays above zero")
+
+    def _wait(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
-        while self.gauge(name) < at_least:
-            assert time.monotonic() < deadline, f"csps:{name} stays below {at_least}"
+        while not condition():
+            assert time.monotonic() < deadline, otherwise
             time.sleep(POLL_S)
 
     def wait_ready(self) -> None:

@@ -76,7 +76,7 @@ def test_a_wider_bound_is_answered_by_what_was_learned(server: Deployed) -> None
     assert strict["predicted_accuracy_loss"] == 0.0
     assert "predicted to take" in strict["reason"]
     assert plan_of(server, seed + 2)["reason"].startswith("exact attention loses nothing")
-    assert server.gauge("prefill_prediction_error_ratio_count") >= seed + 2
+    server.wait_gauge("prefill_prediction_error_ratio_count", seed + 2)
 
 
 def test_what_cannot_be_kept_is_refused_on_request(server: Deployed) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from deployed import DEADLINE_S, MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.models.tokenizer import Tokenizer
@@ -91,7 +90,8 @@ def test_an_elastic_gang_answers_and_outlives_its_ranks(model: Path, tmp_path: P
         server.wait_ready()
         assert not server.pids("ElasticGang") & before
         server.assert_all_slots_free()
-        assert server.gauge("num_requests_running") == server.gauge("kv_cache_usage_perc") == 0
+        server.wait_zero("num_requests_running")
+        server.wait_zero("kv_cache_usage_perc")
 
 
 def check_cancelled_riders(server: Deployed) -> None:
@@ -113,10 +113,7 @@ def check_cancelled_riders(server: Deployed) -> None:
 
     asyncio.run(leave())
     server.assert_all_slots_free()
-    deadline = time.monotonic() + DEADLINE_S
-    while server.gauge("num_requests_running"):
-        assert time.monotonic() < deadline, "requests of clients that have left go on"
-        time.sleep(POLL_S)
+    server.wait_zero("num_requests_running")
 
 
 def test_an_elastic_instance_of_two_ranks_answers(model: Path, tmp_path: Path) -> None:

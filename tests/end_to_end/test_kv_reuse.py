@@ -4,13 +4,12 @@ death of the gang that has kept it."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from deployed import DEADLINE_S, MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.models.tokenizer import Tokenizer
@@ -48,10 +47,7 @@ def ask(server: Deployed, prompt: list[int], **more: str) -> tuple[str, int]:
             temperature=0,
             extra_body={"ignore_eos": True, **more},
         )
-    deadline = time.monotonic() + DEADLINE_S
-    while server.gauge("num_requests_running"):
-        assert time.monotonic() < deadline, "a request that was answered goes on"
-        time.sleep(POLL_S)
+    server.wait_zero("num_requests_running")
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0

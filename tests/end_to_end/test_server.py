@@ -11,7 +11,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,10 @@ class Expected:
     """What transformers answers, greedily, as text."""
 
     def __init__(self, model_dir: Path) -> None:
-        tokenizer = Tokenizer(model_dir)
-
-        @lru_cache
-        def answer(prompt: tuple[int, ...], count: int) -> str:
-            return tokenizer.decode(reference_tokens(model_dir, list(prompt), count))
-
-        self._answer = answer
+        self._model_dir, self._tokenizer = model_dir, Tokenizer(model_dir)
 
     def __call__(self, prompt: list[int], count: int) -> str:
-        return self._answer(tuple(prompt), count)
+        return self._tokenizer.decode(reference_tokens(self._model_dir, prompt, count))
 
 
 def ask(client: openai.OpenAI, prompt: list[int], count: int) -> str:
