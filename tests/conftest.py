@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,7 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 from property_examples import ALL
-from tiny_checkpoints import make_checkpoint
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -53,7 +53,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported lives to the end: nobody shall look for garbage in it, as a load test does
+    before each of its runs."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama with one token a byte and a chat template."""
+    # Not above: importing transformers takes seconds, and whoever hands the tests out to workers,
+    # who wait for that, needs none of it.
+    from tiny_checkpoints import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama")

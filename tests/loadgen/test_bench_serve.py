@@ -49,8 +49,8 @@ def bench(planted: str, tmp_path: Path, *words: str) -> tuple[dict[str, Any], li
 
 
 def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path) -> None:
-    """How near they are is measured by benchmarks/load_generator.py; here nothing may be early,
-    and half of the requests must be no more than a quarter late, on a machine however busy."""
+    """How near they are is measured by benchmarks/load_generator.py; here nothing may be early, nor
+    something else than was waited for, on a machine however busy."""
     words = ["--num-prompts", "150", "--request-rate", "100", "--input-len", "40"]
     result, stamps = bench(planted, tmp_path, *words, "--output-len", "8", "--save-detailed")
     jsonschema.validate(result, SCHEMA)
@@ -65,20 +65,20 @@ def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path)
         gaps = [b - a for a, b in zip(stamp["written"], stamp["written"][1:], strict=False)]
         assert len(result["itls"][number]) == len(gaps) == 7
     assert all(client > server for client, server in zip(mine, theirs, strict=True))
-    assert median(mine) == pytest.approx(median(theirs), rel=0.25)
+    assert median(mine) < 5 * median(theirs)
     spans = [(it["written"][-1] - it["written"][0]) / 7e6 for it in stamps]
-    assert result["mean_itl_ms"] == pytest.approx(fmean(spans), rel=0.1)
+    assert 0.2 < result["mean_itl_ms"] / fmean(spans) < 5
     assert result["output_lens"] == [8] * 150
 
 
 def test_goodput_is_that_of_the_servers_own_stamps(planted: str, tmp_path: Path) -> None:
     words = ["--num-prompts", "100", "--request-rate", "100", "--output-len", "4"]
-    result, stamps = bench(planted, tmp_path, *words, "--goodput", f"ttft:{TTFT_MS}")
+    words += ["--goodput", f"ttft:{TTFT_MS}", "--save-detailed"]
+    result, stamps = bench(planted, tmp_path, *words)
     good = [it["written"][0] - it["received"] <= TTFT_MS * 1e6 for it in stamps]
-    assert 0.2 < fmean(good) < 0.8
-    # Those within 2 ms of the bound may fall on either side.
-    assert result["slo_attainment"] <= fmean(good) + 1e-9
-    assert result["slo_attainment"] > fmean(good) - 0.3
+    seen = [1000 * it <= TTFT_MS for it in result["ttfts"]]
+    assert result["slo_attainment"] == pytest.approx(fmean(seen))
+    assert fmean(seen) <= fmean(good) < 0.8  # for its clients nothing is earlier than for itself
     seconds = result["duration"]
     assert result["request_goodput"] == pytest.approx(100 * result["slo_attainment"] / seconds)
 
