@@ -22,7 +22,7 @@ from csps.loadgen.results.files import read_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "loadgen" / "results" / "schema.json").read_text())
-TTFT_MS, ITL_MS = 200, 20
+TTFT_MS, ITL_MS = 100, 10
 
 
 @pytest.fixture(scope="module")

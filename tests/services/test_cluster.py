@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -90,10 +89,7 @@ async def view_of(prefill: FakeGang | None, decode: FakeGang | None) -> ClusterV
 
 def vanished(gang_id: str, ranks: int = 2) -> GangMembers:
     """Ranks that were registered, at addresses where nobody listens any more."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    addresses = [RankAddress(rank=rank, host="127.0.0.1", port=port) for rank in range(ranks)]
+    addresses = [RankAddress(rank=rank, host="127.0.0.1", port=9) for rank in range(ranks)]
     return GangMembers(gang_id=gang_id, ranks=tuple(addresses))
 
 
