@@ -16,7 +16,6 @@ span       token positions of one request, from a first one to a last one in equ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Literal
 
 from csps.protocols.placement import KvShare
@@ -156,9 +155,7 @@ class Reserve:
 
     def __post_init__(self) -> None:
         reused = [it.span for it in self.shares if it.origin is not None]
-        prefix = Span(0, self.reused)
-        once = not any(a.intersection(b).length for a, b in combinations(reused, 2))
-        if not once or not all(it.intersection(prefix) == it for it in reused):
+        if not Span(0, self.reused).parted_by(reused):
             raise ValueError(f"what request {self.rid} reuses is not its prompt's beginning")
         if self.reused and self.kept_only:
             raise ValueError(f"request {self.rid} reuses whole KV, and is to have some of its own")

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.name_digest import name_digest
-from csps.actors.span_set import SpanSet
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, Reserve
 from csps.protocols.span import Span
@@ -53,7 +51,8 @@ class Reservation:
         self._first_s: float | None = None
         """When the first KV arrived."""
         self._epoch = name_digest(self.request.epoch)
-        self._arrived: dict[tuple[int, int], SpanSet] = defaultdict(SpanSet)
+        self._left: dict[tuple[int, int], tuple[Span, ...]] = {}
+        """By layer and head, what is yet to come; all of the share where nothing has."""
         self._narrowed: dict[int, bool] = {}
         """Whether a layer's KV comes without what it dropped; all of it does, or nothing."""
         # Traced from the reservation to the last token of KV, then from joining to leaving.
@@ -118,9 +117,18 @@ class Reservation:
             raise TransferError(f"{header} is not part of this rank's share of the request")
         if not self._expects(narrowed=header.kept is not None, layer=header.layer):
             raise TransferError(f"{header} has other tokens than this request's layer is to have")
-        if not all(self._arrived[header.layer, h].add(header.span) for h in header.heads):
+        span = header.span
+        left = {(header.layer, h): self._left_of(header.layer, h) for h in header.heads}
+        if any(
+            sum(it.intersection(span).length for it in its) < span.length for its in left.values()
+        ):
             raise TransferError(f"{header} brings KV that has arrived before")
-        self.missing -= header.span.length * len(header.heads)
+        for place, spans in left.items():
+            self._left[place] = tuple(rest for it in spans for rest in it.without(span))
+        self.missing -= header.entries
+
+    def _left_of(self, layer: int, head: int) -> tuple[Span, ...]:
+        return self._left.get((layer, head), self.spans)
 
     def _promises(self, header: KvHeader) -> bool:
         span, heads = header.span, header.heads

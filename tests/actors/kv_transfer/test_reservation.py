@@ -52,6 +52,28 @@ def test_nothing_is_counted_twice_however_it_is_cut(again: dict[str, Any]) -> No
         it.accept(header(**again))
 
 
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from((1, 1, 2, 3, 4))),
+        max_size=20,
+    )
+)
+def test_a_span_is_counted_exactly_if_none_of_its_positions_has_arrived(
+    spans: list[tuple[int, int, int]],
+) -> None:
+    it = reservation((Span(0, 45),), layers=1)
+    arrived: set[int] = set()
+    for start, extent, step in spans:
+        span = Span(start, start + extent, step)
+        if arrived.isdisjoint(span.positions):
+            it.accept(header(span=span))
+            arrived.update(span.positions)
+        else:
+            with pytest.raises(TransferError, match="arrived before"):
+                it.accept(header(span=span))
+    assert it.missing == 2 * (45 - len(arrived))
+
+
 @pytest.mark.parametrize("kept", [None, 5])
 def test_all_of_a_layer_comes_whole_or_all_of_it_narrowed(kept: int | None) -> None:
     """Heads that lie side by side in a pool cannot be read if only some of them are complete."""
