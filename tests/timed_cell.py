@@ -14,7 +14,6 @@ from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Blocked, Decision, Policy, StartPlan, Trial
-from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.prefix.settings import BLOCK_TOKENS, ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
@@ -180,11 +179,7 @@ class TimedCell:
             stop = reserve.prompt_tokens + reserve.output_tokens
             answer = reserve.answer or (cmd.Share(reserve.master, reserve.prompt_tokens, stop),)
             kept.add(command.sequence, (*own(reserve.shares), *answer))
-        left = kept.obey(command)
-        for index in range(self._instances[command.gang]):
-            it = instance_id(command.gang, index)
-            tokens = left.get(it, 0)
-            self._events.append(ev.Kept(sequence=command.sequence, instance=it, tokens=tokens))
+        self._events += kept.obey(command)
 
     def _at_work(self) -> Iterator[Running]:
         """Steps that go on: at the head of the line on all their instances."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from csps.loadgen.simulator.slots import Slots
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import Keep, Release, Share
-from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
+from csps.services.scheduling.events import Kept
+from csps.services.scheduling.ids import SequenceId, index_of, instance_id
 from csps.services.scheduling.shares import outside, tokens_on, within
 
 
@@ -44,8 +45,8 @@ class KeptKv:
         """More of a sequence stays, and nothing else has slots for it."""
         self._set(sequence, (*outside(self._lies.get(sequence, ()), shares), *shares))
 
-    def obey(self, command: Keep | Release) -> dict[InstanceId, int]:
-        """Keep what a command says; returns what is left, by instance."""
+    def obey(self, command: Keep | Release) -> list[Kept]:
+        """Keep what a command says; returns what each instance of the gang has left."""
         lies = self._lies.get(command.sequence, ())
         span = Span(command.start, max(command.start, command.stop))
         if isinstance(command, Keep):
@@ -53,7 +54,12 @@ class KeptKv:
         else:
             left = tuple(it.cut(rest) for it in lies for rest in it.span.without(span))
         self._set(command.sequence, left)
-        return tokens_on(left)
+        instances = (instance_id(command.gang, it) for it in range(len(self._slots.free)))
+        tokens = tokens_on(left)
+        return [
+            Kept(sequence=command.sequence, instance=it, tokens=tokens.get(it, 0))
+            for it in instances
+        ]
 
     def _set(self, sequence: SequenceId, shares: tuple[Share, ...]) -> None:
         self._slots.hold(("kept", sequence), _by_index(shares))
