@@ -15,8 +15,8 @@ from csps.services.scheduling.policies.chunked_prefill import (
 )
 from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
 from csps.services.scheduling.policies.context_parallel.policy import ContextParallel
-from csps.services.scheduling.policies.csps import Csps
-from csps.services.scheduling.policies.csps_options import CspsOptions
+from csps.services.scheduling.policies.csps.options import CspsOptions
+from csps.services.scheduling.policies.csps.policy import Csps
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
 from csps.services.scheduling.policies.fixed_sp import FixedSp, FixedSpOptions
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions

@@ -113,7 +113,11 @@ def reuse_plan(
     request: RequestView, reuse: Reuse, placed: Placed, *, urgent: bool = False
 ) -> StartPlan:
     """The plan of a step of one request."""
-    step = reuse_step(request, reuse, urgent=urgent)
+    return plan_of(request, reuse_step(request, reuse, urgent=urgent), placed)
+
+
+def plan_of(request: RequestView, step: PlannedStep, placed: Placed) -> StartPlan:
+    """The plan of a step that computes all that is left of one request."""
     decode = DecodePlacement(request.id, placed.shares, placed.master, placed.answer)
     return StartPlan(steps=(step,), decode=(decode,))
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 from itertools import groupby
-from typing import NamedTuple
-
-import msgspec
 
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.decisions import DecodePlacement, PlannedPiece, Ride, StartPlan
-from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.decisions import Ride, StartPlan
 from csps.services.scheduling.policies.context_parallel.keepers import Keepers
 from csps.services.scheduling.policies.context_parallel.options import ContextParallelOptions
 from csps.services.scheduling.policies.context_parallel.ring_costs import RingCosts
-from csps.services.scheduling.policies.decode_overlay import DecodeOptions
+from csps.services.scheduling.policies.decode_overlay import DecodeOptions, Placed
 from csps.services.scheduling.policies.decode_rides import DecodeRides
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay, Spot
-from csps.services.scheduling.policies.reuse import NOTHING, Reuse, Reuses, reuse_step
+from csps.services.scheduling.policies.reuse import (
+    NOTHING,
+    Reuse,
+    Reuses,
+    plan_of,
+    reuse_step,
+)
 from csps.services.scheduling.policies.tetris.cdsp import group_sizes
 from csps.services.scheduling.policies.tetris.groups import Group
+from csps.services.scheduling.policies.whole_prompts import UrgentSteps, WholePrompts
 from csps.services.scheduling.step_shares import rows_of
 from csps.services.scheduling.view import CachedView, PairView, RequestView, View
 
@@ -56,14 +60,13 @@ class Gangs:
         self._reuses = Reuses(self._prefill, self._cost)
         self._spots = sorted(self._prefill.spots, key=lambda it: it.order)
         """Server by server."""
-        self._plans: list[StartPlan | Ride] = []
-        self._urgent: dict[tuple[InstanceId, str], int] = {}
-        """By instance and class, which of them is its last urgent one of whole prompts, if no long
-        step was started behind it."""
+        self._urgent = UrgentSteps(self._prefill, self._cost, options, view.now_ns)
+        self._plans: list[StartPlan | Ride | WholePrompts] = []
 
-    def plans(self) -> list[StartPlan | Ride]:
+    def plans(self) -> Iterator[StartPlan | Ride]:
         """Everything that starts here."""
-        return self._plans
+        for it in self._plans:
+            yield it.plan() if isinstance(it, WholePrompts) else it
 
     def start_urgent(self, request: RequestView) -> Verdict:
         """Compute a short prompt inside whatever runs on one instance, with others if they start in
@@ -140,12 +143,7 @@ class Gangs:
             return None
         tokens = request.prompt_tokens
         choice = self._cost.best(request.cls, self._prefill.single, 0, tokens)
-        spots = [
-            it
-            for it in self._spots
-            if self._prefill.admits(it, tokens, choice.time_ns)
-            and (self._prefill.has_turn(it) or self._growing(request, it))
-        ]
+        spots = [it for it in self._spots if self._urgent.admits(it, request, choice.time_ns)]
         if not spots:
             return None
         spot = min(spots, key=_wait)
@@ -179,22 +177,6 @@ class Gangs:
             self._keepers.take(placed)
             self._plans.append(ride)
         return ride is not None
-
-    def _growing(self, request: RequestView, spot: Spot) -> _Growing | None:
-        """The urgent step that this round starts on an instance, if a prompt can be added."""
-        at = self._urgent.get((spot.id, request.cls))
-        if at is None:
-            return None
-        plan = self._plans[at]
-        assert isinstance(plan, StartPlan)
-        (step,) = plan.steps
-        total = step.bounds[-1] + request.prompt_tokens
-        if total > self._options.urgent_batch_tokens:
-            return None
-        together = self._cost.best(request.cls, self._prefill.single, 0, total)
-        more_ns = max(0, together.time_ns - step.predicted_ns)
-        spare_ns = self._prefill.spare_ns(spot)
-        return _Growing(at, plan, more_ns) if spare_ns is None or spare_ns >= more_ns else None
 
     def _long(self, request: RequestView) -> Reuse | None:
         """A prompt, or what follows upon what was kept of it, on the group that will be done
@@ -240,44 +222,27 @@ class Gangs:
     def _start(self, request: RequestView, work: Reuse, *, urgent: bool) -> None:
         step = reuse_step(request, work, urgent=urgent)
         (rows,) = rows_of(step)
-        decode = self._decoded(request, work.cached, rows)
+        placed = self._place(request, work.cached, rows)
         self._reuses.take(work)
         if urgent:
             for spot, tokens in zip(work.spots, work.shares, strict=True):
                 self._prefill.start_urgent(spot, tokens, work.time_ns)
         else:
             self._prefill.start_long(request, work.spots, work.shares, work.time_ns)
-            # Whoever is younger than this step passes it, and does so in a step of its own.
-            ids = {it.id for it in work.spots}
-            self._urgent = {key: it for key, it in self._urgent.items() if key[0] not in ids}
+            self._urgent.close(work.spots)
         self._share_slots()
-        self._plans.append(StartPlan(steps=(step,), decode=(decode,)))
+        self._plans.append(plan_of(request, step, placed))
 
     def _start_whole(self, request: RequestView, work: Reuse) -> None:
         """A short prompt, in a step with those before it if there is one."""
         (spot,) = work.spots
-        growing = self._growing(request, spot)
-        if growing is None:
-            self._urgent[spot.id, request.cls] = len(self._plans)
-            self._start(request, work, urgent=True)
-            return
-        tokens = request.prompt_tokens
-        (step,) = growing.plan.steps
-        decode = self._decoded(request, NOTHING, (Share(spot.id, 0, tokens),))
-        self._prefill.grow_urgent(spot, tokens, growing.more_ns)
+        placed = self._place(request, NOTHING, (Share(spot.id, 0, request.prompt_tokens),))
+        step = self._urgent.add(spot, request, placed, work.strategy, work.time_ns)
+        if step is not None:
+            self._plans.append(step)
         self._share_slots()
-        larger = msgspec.structs.replace(
-            step,
-            bounds=(0, step.bounds[-1] + tokens),
-            pieces=(*step.pieces, PlannedPiece(request.id, 0, tokens)),
-            predicted_ns=step.predicted_ns + growing.more_ns,
-        )
-        decodes = (*growing.plan.decode, decode)
-        self._plans[growing.at] = StartPlan(steps=(larger,), decode=decodes)
 
-    def _decoded(
-        self, request: RequestView, cached: CachedView, rows: tuple[Share, ...]
-    ) -> DecodePlacement:
+    def _place(self, request: RequestView, cached: CachedView, rows: tuple[Share, ...]) -> Placed:
         """Where the KV goes of a prompt that these compute."""
         if self._is_one:
             placed = self._keepers.in_place(request, cached, rows)
@@ -285,22 +250,12 @@ class Gangs:
             kept = self._view.cached(request, self._decode_gang)
             placed = self._keepers.spread(request, kept)
         self._keepers.take(placed)
-        return DecodePlacement(request.id, placed.shares, placed.master, placed.answer)
+        return placed
 
     def _share_slots(self) -> None:
         """On one gang, an answer takes slots of prompts."""
         for spot in self._spots if self._is_one else ():
             spot.free = self._keepers.free[spot.id]
-
-
-class _Growing(NamedTuple):
-    """A step to which a prompt can be added."""
-
-    at: int
-    """Among the plans."""
-    plan: StartPlan
-    more_ns: int
-    """That it takes longer then."""
 
 
 def _wait(spot: Spot) -> tuple[int, bool, int, int, int]:

@@ -33,8 +33,9 @@ from collections.abc import Callable, Sequence
 
 from csps.services.scheduling.decisions import Blocked, Decision, Trial, WakeAt
 from csps.services.scheduling.ids import RequestId
-from csps.services.scheduling.policies.csps_options import CspsOptions
-from csps.services.scheduling.policies.csps_pair import CspsPair, Verdict
+from csps.services.scheduling.policies.csps.options import CspsOptions
+from csps.services.scheduling.policies.csps.pair import CspsPair
+from csps.services.scheduling.policies.csps.starts import Verdict
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions, DecodeOverlay
 from csps.services.scheduling.policies.near_rooms import NearRooms
 from csps.services.scheduling.policies.prefill_overlay import PrefillOverlay
@@ -119,7 +120,7 @@ class _Round:
                 next_urgent += 1
             else:
                 break
-        return [*self._others, *(plan for it in self._pairs for plan in it.plans())]
+        return [*self._others, *(plan for it in self._pairs for plan in it.starts.plans())]
 
     def _consider_urgent(self, request: RequestView) -> bool:
         self._come_to(request)
@@ -135,7 +136,7 @@ class _Round:
         request = long[index]
         if self._consider_end(request, in_turn=True):
             return True
-        verdict = self._try(lambda pair: pair.start_long(long, index, urgent_id))
+        verdict = self._try(lambda pair: pair.long.start(long, index, urgent_id))
         self._long_line_open = verdict is Verdict.STARTS
         return self._note(request, verdict)
 
@@ -148,7 +149,7 @@ class _Round:
         return any(it.start_end(request, end_by_ns, in_turn=in_turn) for it in self._pairs)
 
     def _started(self, request: RequestView) -> bool:
-        return any(pair.started(request) for pair in self._pairs)
+        return any(pair.starts.started(request) for pair in self._pairs)
 
     def _come_to(self, request: RequestView) -> None:
         """Whoever is blocked and older must not be passed for too long, whether or not this round
