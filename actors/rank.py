@@ -46,6 +46,7 @@ from csps.actors.rpc_thread import RpcThread
 from csps.models.checkpoint import open_checkpoint
 from csps.models.loading import read_network
 from csps.protocols import schema
+from csps.protocols.balance import balanced
 from csps.protocols.conductor import Conductor, StepTask
 from csps.protocols.errors import (
     ConfigError,
@@ -365,7 +366,7 @@ class Rank:
             id=job.job_id,
             ranks=tuple(sorted(ranks_of(self._layout, job))),
             urgent=job.urgent,
-            parts=parts_of(self.engine, job).total,
+            parts=parts_of(self.engine, balanced(job)).total,
             sequences=tuple(piece.rid for piece in job.pieces),
             rows=job.bounds[-1],
             owner=self._owner,

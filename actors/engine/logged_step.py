@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from csps.protocols.log_entries import Run
+from csps.actors.engine.log_turns import LogTurns
 
 
 class LoggedStep(Protocol):
@@ -30,22 +30,8 @@ class LoggedStep(Protocol):
         ...
 
     @property
-    def turn_seq(self) -> int:
-        """Number of the present turn in the log."""
-        ...
-
-    @property
-    def turn_ns(self) -> int:
-        """Since the present turn began."""
-        ...
-
-    @property
-    def reached(self) -> int:
-        """The last part that it came to."""
-        ...
-
-    def goes_on(self, seq: int, turn: Run) -> None:
-        """Go on up to a part from now on."""
+    def turns(self) -> LogTurns:
+        """How far it may come."""
         ...
 
     def take_slots(self) -> bool:

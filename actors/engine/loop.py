@@ -13,18 +13,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from csps.actors.announce import Notify
+from csps.actors.engine.departures import Departures
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
-from csps.actors.engine.kv_lifetime import KvLifetime
+from csps.actors.engine.kv_reclaim import KvReclaim
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.logged_step import LoggedStep
 from csps.actors.engine.move_run import MoveRun
@@ -33,13 +33,9 @@ from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.engine.stream import Stream
 from csps.actors.kv_pool import NotHeld
-from csps.actors.kv_transfer.delivery import Delivery
-from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.layout import LocalPiece
 from csps.actors.progress_report import ProgressReport
 from csps.actors.sampler_request import sampler_of
-from csps.actors.timeline_export import emit_spans
-from csps.protocols.errors import CspsError, TransferError
+from csps.protocols.errors import CspsError
 from csps.protocols.log_entries import (
     Abort,
     Change,
@@ -57,8 +53,6 @@ from csps.protocols.log_entries import (
 from csps.protocols.messages import Reserve
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.row_move import MoveRow
-from csps.protocols.span import Span
-from csps.protocols.trace_context import asks_for_timeline, attached
 
 _log = logging.getLogger(__name__)
 
@@ -90,9 +84,18 @@ class EngineLoop:
         self._in_place = in_place
         self._reports = StepReports(notify, engine.rank)
         self._log = log
-        self.stream = Stream(engine, notify, self._let_go)
         self._desk = StepDesk(self._acknowledge)
-        self._kv = KvLifetime()
+        self._kv = KvReclaim(
+            engine,
+            self._reports,
+            reserved=self._is_reserved,
+            slots_came_back=self._desk.slots_came_back,
+        )
+        self.stream = Stream(engine, notify, self._kv.let_go)
+        self._progress = ProgressReport(notify, rank=engine.rank)
+        self.departures = Departures(
+            engine, self._reports, progress=self._progress.step, left=self._left
+        )
         self._changing = threading.Lock()
         """Held while it is found out which sequences of a step have slots in the stream's name, and
         while the stream lets go of some."""
@@ -100,10 +103,6 @@ class EngineLoop:
         """Begun and not over, each above the one before."""
         self._moved: dict[int, MoveRun] = {}
         """By row, moves that are over and of which the log is about to say so."""
-        self._sender: KvSender | None = None
-        self._progress = ProgressReport(notify, rank=engine.rank)
-        self._leaving: set[StepRun] = set()
-        """Computed, but not all of their KV has landed where it is decoded."""
 
     # --- called from the RPC thread --------------------------------------------------------
 
@@ -116,17 +115,13 @@ class EngineLoop:
         """
         if self._engine.instance not in job.group:
             return
-        reserved: frozenset[int] = frozenset()
         with self._changing:
-            self._kv.enter(job)
             try:
-                self._share_history(job)
+                self._kv.enter(job)
             except NotHeld as error:
-                self._free(self._kv.settle(job, cancelled=True))
                 self.refuse(job, error)
                 return
-            if self._in_place:
-                reserved = self._reserved(job)
+            reserved = self._reserved(job) if self._in_place else frozenset()
         run = StepRun(
             self._engine,
             job,
@@ -162,13 +157,6 @@ class EngineLoop:
             if not self._desk.add(run, owner):
                 self._give_up(run)
 
-    def _share_history(self, job: PrefillJob) -> None:
-        """Hold what others have computed here of the pieces' history, whatever becomes of them."""
-        for piece in job.pieces:
-            for share in piece.history:
-                if share.origin is not None and share.instance == self._engine.instance:
-                    self._engine.pool.share(piece.rid, share.origin, share.span)
-
     def reserve(self, request: Reserve, owner: int) -> None:
         """Set slots aside for a sequence that this gang decodes; see `Reservations.reserve`."""
         self.stream.reservations.reserve(request, owner)
@@ -177,12 +165,14 @@ class EngineLoop:
 
     def _reserved(self, job: PrefillJob) -> frozenset[int]:
         """Sequences of a step that have slots in the stream's name."""
-        find = self.stream.reservations.find
-        reserved = frozenset(it.rid for it in job.pieces if find(it.rid) is not None)
+        reserved = frozenset(it.rid for it in job.pieces if self._is_reserved(it.rid))
         for piece in job.pieces:
             if piece.placement and piece.rid not in reserved:
-                self._kv.cancel(piece.rid)  # the stream has let go of it already
+                self._kv.given_up(piece.rid)  # the stream has let go of it already
         return reserved
+
+    def _is_reserved(self, rid: int) -> bool:
+        return self.stream.reservations.find(rid) is not None
 
     def refuse(self, job: PrefillJob, error: CspsError) -> None:
         """Tell the router that a step does not get in line; its group has nothing to do with it."""
@@ -195,21 +185,12 @@ class EngineLoop:
     def cancel(self, rid: int) -> None:
         """Nobody wants a sequence: what lies here between two of its steps can go now, the rest
         goes when the log says so. Harmless for an unknown one."""
-        if self._sender is not None:
-            self._sender.withdraw(rid)
-        self._kv.unkeep(rid)
-        if self.stream.reservations.find(rid) is None and self._kv.cancel(rid):
-            self._free([rid])
+        self.departures.withdraw(rid)
+        self._kv.cancel(rid)
 
     def cancel_all(self) -> None:
         """Nobody wants anything: the router that asked for it is gone."""
-        self._free(
-            rid for rid in self._kv.cancel_all() if self.stream.reservations.find(rid) is None
-        )
-
-    def use_sender(self, sender: KvSender | None) -> None:
-        """Send KV through it from the next step on."""
-        self._sender = sender
+        self._kv.cancel_all()
 
     @property
     def waiting(self) -> int:
@@ -219,7 +200,7 @@ class EngineLoop:
     @property
     def open_steps(self) -> int:
         """Steps that have arrived and are not over: some KV may still have to leave."""
-        return len(self._desk) + len(self._leaving)
+        return len(self._desk) + len(self.departures)
 
     # --- the engine thread -----------------------------------------------------------------
 
@@ -246,7 +227,7 @@ class EngineLoop:
             case EndOwner(owner):
                 self._end_owner(owner)
             case Free(sequence, spans):
-                self._release(sequence, spans)
+                self._kv.release(sequence, spans)
             case Place() as place:
                 self._place(place)
             case Shutdown():
@@ -257,7 +238,7 @@ class EngineLoop:
     def _run(self, seq: int, turn: Run) -> None:
         """Begin a step, and return when it is over: it has all its other turns from inside."""
         step = self._desk.take(turn.step)
-        step.goes_on(seq, turn)
+        step.turns.begin(seq, turn)
         if isinstance(step, MoveRun):
             self._move(step)
         else:
@@ -293,24 +274,14 @@ class EngineLoop:
             self._reports.moved(move)
 
     def _compute(self, run: StepRun) -> None:
-        delivery = Delivery(
-            self._engine.pool,
-            lambda failure: self._sent(run, delivery, failure),
-            self._progress.step,
-            traced=asks_for_timeline(run.job.trace),
-        )
-        sender = self._sender
-        self._leaving.add(run)
-        with self._on_top(run, Lane.URGENT if run.job.urgent else Lane.LONG):
-            run.compute(partial(self._send, sender, delivery), self._draw_first)
-        self._desk.slots_came_back()  # what was moved away
-        if not run.cancelled:
-            self._report_turn(run)
-            if self._in_place:
-                self._adopt(run)
-        if sender is not None:
-            sender.finish(delivery)
-        delivery.finish()
+        with self.departures.of(run) as send:
+            with self._on_top(run, Lane.URGENT if run.job.urgent else Lane.LONG):
+                run.compute(send, self._draw_first)
+            self._desk.slots_came_back()  # what was moved away
+            if not run.cancelled:
+                self._report_turn(run)
+                if self._in_place:
+                    self._adopt(run)
 
     def _adopt(self, run: StepRun) -> None:
         """What a step has computed and keeps here is the stream's from now on."""
@@ -336,10 +307,10 @@ class EngineLoop:
             self._log.report(
                 Ran(
                     rank=self._engine.rank,
-                    seq=run.turn_seq,
+                    seq=run.turns.seq,
                     step=run.number,
-                    part=run.reached,
-                    nanoseconds=run.turn_ns,
+                    part=run.turns.reached,
+                    nanoseconds=run.turns.ns,
                 )
             )
 
@@ -378,79 +349,21 @@ class EngineLoop:
             rank = self._engine.rank
             self._log.report(Iterated(rank, seq, lease.stream, taken_ns, tuple(finished)))
 
-    # --- after computing -------------------------------------------------------------------
+    # --- over ------------------------------------------------------------------------------
 
-    def _send(
-        self,
-        sender: KvSender | None,
-        delivery: Delivery,
-        layer: int,
-        part: LocalPiece,
-        kept_ht: Tensor | None,
-    ) -> None:
-        """A lost decode gang fails the step's sequences, not this gang."""
-        if sender is None:
-            delivery.fail(TransferError("no decode gang is connected"))
-        elif not delivery.failed:
-            sender.post(delivery, layer, part, kept_ht)
-
-    def _sent(self, run: StepRun, delivery: Delivery, failure: Exception | None) -> None:
-        """Any thread: all that a step had to send has landed, or never will."""
-        if failure is not None:
-            self._reports.lost(run.job, failure)
-        self._leaving.discard(run)
-        if delivery.timeline.events:
-            with attached(run.job.trace):  # after the job's own span, below the request's
-                emit_spans(delivery.timeline.events, rank=self._engine.rank)
-        self._settle(run.job, cancelled=run.cancelled)
+    def _left(self, run: StepRun) -> None:
+        """Any thread: a step was computed, and its KV has left."""
+        self._kv.settle(run.job, cancelled=run.cancelled)
         self._reports.done(run.job, run)
 
     def _give_up(self, run: LoggedStep) -> None:
         """A step that never began."""
         run.give_back()
         if isinstance(run, StepRun):
-            self._settle(run.job, cancelled=True)
+            self._kv.settle(run.job, cancelled=True)
             self._reports.done(run.job, None)
         else:
             self._desk.slots_came_back()
-
-    def _settle(self, job: PrefillJob, *, cancelled: bool) -> None:
-        """A step is over here."""
-        self._free(self._kv.settle(job, cancelled=cancelled))
-        for piece in job.pieces:
-            if piece.stays and piece.last and self._kv.stays(piece.rid):
-                self._engine.pool.drop_shared(piece.rid)
-            if due := self._kv.due(piece.rid):
-                self._release(piece.rid, due)
-
-    def _release(self, rid: int, spans: tuple[Span, ...]) -> None:
-        """Free some of what is kept of a sequence that is over, or will be with its last step."""
-        if not self._kv.release(rid, spans):
-            return
-        pool = self._engine.pool
-        if self.stream.reservations.find(rid) is None:
-            for span in spans:
-                pool.free_span(rid, span)
-        if not (left := pool.tokens(rid)):
-            self._kv.gone(rid)
-        self._desk.slots_came_back()
-        self._reports.held(rid, left)
-
-    def _free(self, rids: Iterable[int]) -> None:
-        for rid in rids:
-            self._engine.pool.free_request(rid)
-            if self._kv.left(rid):
-                self._reports.freed(rid)
-        self._desk.slots_came_back()
-
-    def _let_go(self, rid: int) -> None:
-        """The stream is done with a sequence, but a step that is under way may have it as well."""
-        if self._kv.leave(rid):
-            self._engine.pool.free_request(rid)
-            self._desk.slots_came_back()
-            self._reports.freed(rid)
-        elif self._kv.stays(rid):
-            self._engine.pool.drop_shared(rid)
 
     def _acknowledge(self, step: int) -> None:
         self._log.report(Prepared(self._engine.rank, step))

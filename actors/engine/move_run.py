@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from csps.actors.engine.engine import Engine
+from csps.actors.engine.log_turns import LogTurns, StepAborted
 from csps.actors.engine.rows import Row
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
@@ -30,8 +32,6 @@ from csps.protocols.trace_context import begin
 BLOCK_TOKENS = 4096
 """Of one pair of instances and one layer, between two points at which the move can stand still."""
 
-NextTurn = Callable[["MoveRun"], tuple[int, Run] | None]
-
 
 @dataclass(frozen=True)
 class RowAt:
@@ -41,10 +41,6 @@ class RowAt:
     token: int
     index: int
     over: bool
-
-
-class _Aborted(Exception):
-    """The row has left, or its owner is gone."""
 
 
 class MoveRun:
@@ -57,13 +53,13 @@ class MoveRun:
         *,
         row_of: Callable[[int], Row],
         sampler: TokenSampler | None,
-        next_turn: NextTurn,
+        next_turn: Callable[[MoveRun], tuple[int, Run] | None],
     ) -> None:
         """
         Args:
             row_of: the row of a sequence, as this rank knows it.
             sampler: where it is drawn here from then on, and was not before.
-            next_turn: called by the engine thread when the move has come as far as it was told to.
+            next_turn: as in `LogTurns`.
         """
         self.message = message
         self.clock = JobClock()
@@ -71,14 +67,12 @@ class MoveRun:
         self.sampler = sampler
         self.state: RowAt | None = None
         """Of the row at its end."""
-        self.turn_seq = self.reached = 0
-        self._engine, self._row_of, self._next_turn = engine, row_of, next_turn
+        self.turns = LogTurns(partial(next_turn, self), self.clock.yielding)
+        self._engine, self._row_of = engine, row_of
         self._transfers = tuple(message.transfers())
         self._rounds = rounds_of(self._transfers)
         self._total = move_parts(message, engine.spec.layers)
         self.leads = engine.rank == leader_of(message, engine.layout)
-        self._until = 0
-        self._turn_began_ns = 0
         self._took_slots = False
         self._sent_bytes = self._received = 0
 
@@ -122,16 +116,6 @@ class MoveRun:
 
     # --- the engine thread ---------------------------------------------------------------------
 
-    def goes_on(self, seq: int, turn: Run) -> None:
-        """Move on up to a part from now on."""
-        self.turn_seq, self._until = seq, turn.until
-        self._turn_began_ns = time.monotonic_ns()
-
-    @property
-    def turn_ns(self) -> int:
-        """Since the present turn began."""
-        return time.monotonic_ns() - self._turn_began_ns
-
     def carry_out(self) -> None:
         """All parts; returns when the log has let the move come to its end, or stopped it."""
         self.clock.started = time.monotonic()
@@ -142,7 +126,7 @@ class MoveRun:
         )
         try:
             self._carry_out()
-        except _Aborted:
+        except StepAborted:
             self.cancelled = True
             self.give_back()
         finally:
@@ -154,31 +138,21 @@ class MoveRun:
 
     def _carry_out(self) -> None:
         layers = range(self._engine.spec.layers)
-        self._stand_until(0)
+        self.turns.come_to(0)
         known = Span(0, self._tell_state().next)
         part = 1
         for number in range(self._rounds):
             rows = slice(number * BLOCK_TOKENS, (number + 1) * BLOCK_TOKENS)
             block = [it.part(rows).within(known) for it in self._transfers]
             for layer in layers:
-                self._stand_until(part)
+                self.turns.come_to(part)
                 self._exchange(block, [layer])
                 part += 1
         self.state = self._tell_state()
         since = Span(known.stop, self.state.next)
         self._exchange([it.within(since) for it in self._transfers], layers)
         self._tell_drawn()
-        self.reached = self._total
-
-    def _stand_until(self, part: int) -> None:
-        """Come to a part, and stand still there until the log says to go on."""
-        self.reached = part
-        while part >= self._until:
-            with self.clock.yielding():
-                turn = self._next_turn(self)
-            if turn is None:
-                raise _Aborted
-            self.goes_on(*turn)
+        self.turns.end(self._total)
 
     def moved(self) -> RowMoved:
         """What the router is told."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterator, Set
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.first_tokens import LooseKv
+from csps.actors.engine.log_turns import LogTurns, StepAborted
 from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
@@ -41,20 +43,11 @@ from csps.protocols.placement import rest_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.span import Span
 
-NextTurn = Callable[["StepRun"], tuple[int, Run] | None]
-"""Does what else the log says until it says something about this step, and returns that with its
-number in the log; None if the step is to stop."""
-
 SendKv = Callable[[int, LocalPiece, Tensor | None], None]
 """(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
 all): send it to where the piece is to go."""
 
-
 Draw = Callable[["StepRun", Tensor, Tensor, LooseKv], None]
-
-
-class _Aborted(Exception):
-    """Nobody wants any of the step's sequences any more."""
 
 
 class StepRun:
@@ -66,13 +59,13 @@ class StepRun:
         job: PrefillJob,
         *,
         reserved: Set[int] = frozenset(),
-        next_turn: NextTurn,
+        next_turn: Callable[[StepRun], tuple[int, Run] | None],
         progress: Callable[[], None],
     ) -> None:
         """
         Args:
             reserved: sequences that have slots where their KV is to lie.
-            next_turn: called by the engine thread when the step has come as far as it was told to.
+            next_turn: as in `LogTurns`.
             progress: called whenever the step has got on.
         """
         self.job = job
@@ -80,12 +73,11 @@ class StepRun:
         self.sent = SentBytes(engine.mesh)
         self.cancelled = False
         self._engine = engine
-        self._next_turn = next_turn
         self._progress = progress
-        self.parts = parts_of(engine, job)
+        settled = balanced(job)
+        self.parts = parts_of(engine, settled)
         member = job.group.index(engine.instance)
         self._points = Points(self.parts, self._part)
-        settled = balanced(job)
         self.group = SpGroup(engine.mesh, engine.layout, settled, member, self.clock, self._points)
         self._transfers = Transfers(engine.mesh, self.clock)
         mover = partial(KvMover, self.group, engine.pool, transfers=self._transfers)
@@ -96,13 +88,7 @@ class StepRun:
         """Slots that it needs, by sequence."""
         self.leads = engine.rank == min(ranks_of(engine.layout, job))
         """This rank reports for all members."""
-        self.turn_seq = 0
-        """Number of the present turn in the log."""
-        self.reached = 0
-        """The last part that it came to."""
-        self._until = 0
-        self._turn_began_ns = 0
-        self._to_withdraw: set[int] = set()
+        self.turns = LogTurns(partial(next_turn, self), self._standing_still)
         self._taken: list[tuple[int, Span]] = []
         """Of those, which it has."""
 
@@ -153,17 +139,6 @@ class StepRun:
 
     # --- the engine thread ---------------------------------------------------------------------
 
-    def goes_on(self, seq: int, turn: Run) -> None:
-        """Compute up to a part from now on."""
-        self.turn_seq, self._until = seq, turn.until
-        self._to_withdraw.update(turn.withdrawn)
-        self._turn_began_ns = time.monotonic_ns()
-
-    @property
-    def turn_ns(self) -> int:
-        """Since the present turn began."""
-        return time.monotonic_ns() - self._turn_began_ns
-
     def compute(self, send: SendKv, draw: Draw) -> None:
         """All layers; returns when the log has let the step come to its end, or stopped it.
 
@@ -183,7 +158,7 @@ class StepRun:
                 self._send_history(send)
                 self._balancing.start(0)
                 self._layers(entered, send, draw)
-            except _Aborted:
+            except StepAborted:
                 self.cancelled = True
                 span.set_attribute(CANCELLED, True)
             for mover in (self._balancing, self.placing):
@@ -229,35 +204,24 @@ class StepRun:
                 self._keep(send, _nothing_offered, index, k_thd, v_thd)
                 with self.clock.timeline.phase("last rows", layer=index):
                     draw(self, x_td, q_thd, self._loose(k_thd, v_thd))
-        self._end()
+        self.turns.end(self.parts.total)
 
     def _begin_layer(self, index: int) -> None:
         """Where members agree on who is still wanted: from the same layer on."""
         self._points.begin_layer(index)
-        self.group.withdrawn.update(self._to_withdraw)
+        self.group.withdrawn.update(self.turns.withdrawn)
 
     def _part(self, number: int) -> None:
         """A point that all members pass with the same exchanges behind them."""
         self._progress()
-        self.reached = number
-        if number >= self._until:
+        if number >= self.turns.until:
             self._points.settle()
-        while number >= self._until:
-            self._stand_still()
+        self.turns.come_to(number)
 
-    def _end(self) -> None:
-        """A member without blocks in the last parts comes to the end earlier than others: there it
-        waits until the log has let all of them come."""
-        self.reached = self.parts.total
-        while self._until < self.parts.total:
-            self._stand_still()
-
-    def _stand_still(self) -> None:
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
         with self.clock.yielding(), self.sent.standing_still():
-            turn = self._next_turn(self)
-        if turn is None:
-            raise _Aborted
-        self.goes_on(*turn)
+            yield
 
     def _mlp(self, index: int, layer: Layer, x_td: Tensor) -> Tensor:
         """In place and in blocks of rows, but where an instance's ranks sum their parts, which they
@@ -325,11 +289,15 @@ def _nothing_offered(layer: int, member: int) -> Collection[int]:
     return ()
 
 
-def parts_of(engine: Engine, job: PrefillJob) -> StepParts:
-    """Points of a step's exchange program; alike at all ranks, members or not."""
+def parts_of(engine: Engine, settled: PrefillJob) -> StepParts:
+    """Points of a step's exchange program; alike at all ranks, members or not.
+
+    Args:
+        settled: the step with its history where it is moved to (`balanced`).
+    """
     on_cuda = engine.device.type == "cuda"
     shape = ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda)
-    return step_parts(balanced(job), shape)
+    return step_parts(settled, shape)
 
 
 def ranks_of(layout: GangLayout, job: PrefillJob) -> list[int]:

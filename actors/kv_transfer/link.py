@@ -84,7 +84,7 @@ class KvLink:
                 on_lost=lost,
                 on_broken=self._on_broken,
             )
-            self._loop.use_sender(self._sender)
+            self._loop.departures.use(self._sender)
         else:
             self._receiver = KvReceiver(
                 connection,
@@ -103,7 +103,7 @@ class KvLink:
         """Close the connection, if there is one; what was under way is lost."""
         sender, receiver = self._sender, self._receiver
         self._sender = self._receiver = None
-        self._loop.use_sender(None)
+        self._loop.departures.use(None)
         for end in (sender, receiver):
             if end is not None:
                 end.close()

@@ -181,7 +181,7 @@ async def test_an_urgent_step_that_finds_no_room_does_not_wait_inside_another(
         doors.second.set()
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert not it.drawn_order()
-        rank.loop._free([RESERVED])
+        rank.loop._kv._free([RESERVED])
         doors.seventh.set()
         await it.finish(tiny_llama)
         assert set(it.drawn_order()) == {long, urgent}
@@ -219,7 +219,7 @@ async def test_urgent_steps_that_have_room_for_one(
         await it.cell.until(lambda: it.drawn_order() == urgent[:1])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
         assert pool.free == 2
-        rank.loop._free([RESERVED])
+        rank.loop._kv._free([RESERVED])
         sending_goes_on.set()
         doors.seventh.set()
         await it.finish(tiny_llama)
@@ -249,7 +249,7 @@ async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
         too_long, short = await it.add(5, [0], urgent=True), await it.add(3, [0], urgent=True)
         await it.send([long, too_long, short], [0, 1])
         await it.cell.until(lambda: it.drawn_order() == [short])
-        rank.loop._free([RESERVED])
+        rank.loop._kv._free([RESERVED])
         await it.finish(tiny_llama)
 
 
