@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
@@ -42,6 +42,10 @@ class GangLayout:
     def ranks_of(self, instance: int) -> range:
         """All ranks of an instance."""
         return range(instance * self.tp, (instance + 1) * self.tp)
+
+    def ranks_of_all(self, instances: Iterable[int]) -> tuple[int, ...]:
+        """All ranks of some instances, ascending."""
+        return tuple(rank for it in sorted(set(instances)) for rank in self.ranks_of(it))
 
 
 @dataclass(frozen=True)

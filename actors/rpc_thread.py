@@ -30,14 +30,7 @@ _log = logging.getLogger(__name__)
 class RpcThread:
     """Serves handlers until closed; handlers run on the loop and must not block."""
 
-    def __init__(
-        self,
-        handlers: Mapping[str, Handler],
-        *,
-        secret: bytes,
-        on_disconnect: Callable[[Peer], None],
-    ) -> None:
-        self._handlers = handlers
+    def __init__(self, *, secret: bytes, on_disconnect: Callable[[Peer], None]) -> None:
         self._secret = secret
         self._on_disconnect = on_disconnect
         self._loop = uvloop.new_event_loop()
@@ -47,19 +40,17 @@ class RpcThread:
         self._closed = False
         self._server: RpcServer | None = None
 
-    def start(self, host: str) -> tuple[str, int]:
+    def start(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
         """Listen on a free port of `host`; returns the address."""
         self._thread.start()
-        listening = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+        listening = asyncio.run_coroutine_threadsafe(self._listen(host, handlers), self._loop)
         try:
             return listening.result(START_S)
         except TimeoutError:
             raise DeadlineExceeded("start of the RPC server", START_S) from None
 
-    async def _listen(self, host: str) -> tuple[str, int]:
-        self._server = RpcServer(
-            self._handlers, secret=self._secret, on_disconnect=self._on_disconnect
-        )
+    async def _listen(self, host: str, handlers: Mapping[str, Handler]) -> tuple[str, int]:
+        self._server = RpcServer(handlers, secret=self._secret, on_disconnect=self._on_disconnect)
         return await self._server.start(host)
 
     def soon(self, call: Callable[[], None]) -> None:

@@ -17,10 +17,12 @@ from gang_processes import RankProcess
 from launch_log import LaunchLog
 from rank_world import STRICT
 
+from csps.actors.engine.log_end import ConductorEnd
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, host_store
 from csps.actors.rank import Rank
 from csps.actors.rank_config import RankConfig
+from csps.protocols.conductor import Conductor
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers
 
@@ -71,6 +73,12 @@ class ThreadGang:
     def ranks(self) -> list[Rank]:
         """Those that are hosted here."""
         return [member for member in self.hosts if isinstance(member, Rank)]
+
+    def conduct(self, event: Callable[[Conductor], None]) -> None:
+        """Tell the conductor, which rank 0 hosts."""
+        log = self.ranks[0]._log
+        assert isinstance(log, ConductorEnd)
+        log.tell(event)
 
     def process(self, rank: int) -> RankProcess:
         """A rank that is not."""

@@ -249,8 +249,3 @@ def leader_of(message: MoveRow, layout: GangLayout) -> int:
     longest = max(message.transfers(), key=lambda it: it.span.length, default=None)
     instance = message.before.master if longest is None else longest.source
     return layout.rank_of(instance, 0)
-
-
-def ranks_of_move(instances: Iterable[int], layout: GangLayout) -> tuple[int, ...]:
-    """All ranks of some instances, ascending."""
-    return tuple(sorted(rank for it in instances for rank in layout.ranks_of(it)))

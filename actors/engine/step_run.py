@@ -28,7 +28,7 @@ from csps.actors.engine.log_turns import LogTurns, StepAborted
 from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
-from csps.actors.layout import GangLayout, LocalPiece
+from csps.actors.layout import LocalPiece
 from csps.actors.sent_bytes import SentBytes
 from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup, shares_of
@@ -86,7 +86,7 @@ class StepRun:
         self._stored = stored_of(self.group)
         self._takes = self._to_take(reserved)
         """Slots that it needs, by sequence."""
-        self.leads = engine.rank == min(ranks_of(engine.layout, job))
+        self.leads = engine.rank == min(engine.layout.ranks_of_all(job.group))
         """This rank reports for all members."""
         self.turns = LogTurns(partial(next_turn, self), self._standing_still)
         self._taken: list[tuple[int, Span]] = []
@@ -298,8 +298,3 @@ def parts_of(engine: Engine, settled: PrefillJob) -> StepParts:
     on_cuda = engine.device.type == "cuda"
     shape = ModelShape.of(engine.spec, tp=engine.layout.tp, on_cuda=on_cuda)
     return step_parts(settled, shape)
-
-
-def ranks_of(layout: GangLayout, job: PrefillJob) -> list[int]:
-    """All ranks that take part in a step."""
-    return [rank for instance in job.group for rank in layout.ranks_of(instance)]

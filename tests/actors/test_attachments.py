@@ -13,7 +13,6 @@ from gang_cell import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
-from csps.actors.name_digest import name_digest
 from csps.protocols import fence
 from csps.protocols.errors import Cancelled, ProtocolError, RanksHeld, Superseded
 from csps.protocols.gang_client import GangClient
@@ -135,7 +134,7 @@ async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
         gang = GangClient("prefill", cell.prefill_gang.members, ignore)
         await gang.connect(secret=SECRET, router_id="newer")
         for rank in cell.prefill_gang.ranks:
-            rank._fence.heard(time.monotonic() - 60.0)
+            rank._attachment._fence.heard(time.monotonic() - 60.0)
         asking = asyncio.create_task(gang.check_free(newer.generation))
         await asyncio.sleep(0)
         cell.prefill.keep_alive()
@@ -153,8 +152,8 @@ async def test_a_reservation_that_a_router_left_on_its_way(tiny_llama: Path) -> 
     async with cell_of(tiny_llama) as cell:
         await cell.reserve(request(1))
         leader, follower = cell.decode_gang.ranks
-        owner = name_digest(leader._router_id)
-        leader._conduct(lambda conductor: conductor.end_owner(owner))
+        owner = leader._attachment.owner
+        cell.decode_gang.conduct(lambda conductor: conductor.end_owner(owner))
         await cell.freed(1)
         with pytest.raises(Cancelled):
             follower.loop.stream.reservations.reserve(request(2).reserve(cell.epoch), owner)
@@ -204,8 +203,8 @@ async def test_a_step_that_comes_after_its_router_has_gone(tiny_llama: Path) -> 
     """A rank may read it after the gang has been told."""
     async with cell_of(tiny_llama) as cell:
         leader = cell.prefill_gang.ranks[0]
-        owner = name_digest(leader._router_id)
-        leader._conduct(lambda conductor: conductor.end_owner(owner))
+        owner = leader._attachment.owner
+        cell.prefill_gang.conduct(lambda conductor: conductor.end_owner(owner))
         it = request(1)
         cell.submit(job(it), it.prompt)
         await cell.told(2, PrefillDone, cancelled=True)

@@ -71,8 +71,7 @@ class Line:
 
     def _unprepared(self) -> tuple[int, ...]:
         told: SimpleQueue[tuple[int, ...]] = SimpleQueue()
-        leader = self.cell.prefill_gang.ranks[0]
-        leader._conduct(lambda conductor: told.put(conductor.unprepared))
+        self.cell.prefill_gang.conduct(lambda conductor: told.put(conductor.unprepared))
         return told.get(timeout=ANSWER_S)
 
     def done(self, number: int) -> list[PrefillDone]:
