@@ -105,8 +105,8 @@ class DecodeGang:
 
     def ride(self, command: Ride) -> None:
         """Compute the prompt of a sequence in the iterations to come."""
-        sequence = self.held[command.sequence]
-        if sequence.over:
+        sequence = self.held.get(command.sequence)
+        if sequence is None or sequence.over:  # of which the scheduler had not heard
             return
         row = sequence.row = _row(sequence)
         row.prompt = sequence.prompt_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,14 @@ def test_riders_outlive_their_gang_and_clients_may_leave() -> None:
     whole = [it for it in found.outcomes if not it.error]
     assert all(it.drawn == len(it.token_ns) == it.arrival.output_tokens for it in whole)
     assert any(it.sequences == 2 for it in whole)
+
+
+@pytest.mark.parametrize("model", [pair(2), elastic(2)], ids=["pair", "elastic"])
+def test_who_leaves_while_commands_are_on_their_way_never_rides(model: ClusterModel) -> None:
+    late = replace(model, notice_ns=1_000_000)
+    arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=5) for _ in range(2)]
+    found = run(arrivals, late, abandoned=[Abandoned(at_ns=500_000, request=1)])
+    assert [it.error for it in found.outcomes] == ["Cancelled", ""]
 
 
 def test_the_past_does_not_know_the_future() -> None:
