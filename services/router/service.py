@@ -21,6 +21,7 @@ from csps.services.router.requests import Requests
 from csps.services.router.running import Generation, Running
 from csps.services.router.sequences import Sequences
 from csps.services.router.slo import Slo
+from csps.services.router.step_launch import StepLauncher
 from csps.services.router.steps import Steps
 from csps.services.router.turns import Recorder, Turns
 from csps.services.scheduling.events import Drain, GangDown, LinkDown, LinkUp, Progress
@@ -72,12 +73,20 @@ class RequestService:
             on_landed=self._observer.kv_landed,
             on_moved=elastic.moved,
         )
-        self._executor = Executor(
+        launcher = StepLauncher(
             gangs=self._gangs,
             costs=costs,
             requests=self._requests,
-            sequences=self._sequences,
             steps=self._steps,
+            reports=self._reports,
+            tell=self._turns.tell,
+        )
+        self._executor = Executor(
+            gangs=self._gangs,
+            launcher=launcher,
+            costs=costs,
+            requests=self._requests,
+            sequences=self._sequences,
             reports=self._reports,
             elastic=elastic,
             tell=self._turns.tell,
