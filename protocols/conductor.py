@@ -15,7 +15,8 @@ its ranks.
 from __future__ import annotations
 
 from csps.protocols.conducting.steps import Quantum, Step, Steps, StepTask
-from csps.protocols.conducting.streams import LEASES, Group, Stream, Streams
+from csps.protocols.conducting.streams import Stream, Streams
+from csps.protocols.conducting.turn_order import TurnOrder
 from csps.protocols.errors import ProtocolError
 from csps.protocols.log_entries import (
     Abort,
@@ -52,8 +53,7 @@ class Conductor:
         self._quantum_ns = quantum_ns
         self._steps = Steps(ranks)
         self._streams = Streams(ranks)
-        self._ran = [0] * ranks
-        """Number of the newest `Run` that each rank has in the log."""
+        self._turns = TurnOrder(ranks, self._steps, self._streams)
         self._row_ns = 0
         """What a token of a short step has taken; 0 before the first one."""
         self._ended: set[int] = set()
@@ -271,32 +271,11 @@ class Conductor:
         self._steps.remove(step)
 
     def _quanta(self) -> bool:
-        """Give every step a quantum that may have one; whether one had. No two of them share a
-        rank."""
-        steps = [step for step in self._steps.running() if self._may_run(step)]
+        """Give every step a quantum that may have one; whether one had."""
+        steps = self._turns.steps()
         for step in steps:
             self._run(step)
         return bool(steps)
-
-    def _may_run(self, step: Step) -> bool:
-        """Whether a step may have a quantum: each stream on its ranks had a lease since the last
-        quantum there, of whichever step."""
-        if not self._goes_on(step) or len(step.outstanding) >= self._ahead(step):
-            return False
-        return all(
-            self._ran[rank] < group.stream.served[rank]
-            for rank in step.task.ranks
-            for group in self._streams.live(rank)
-        )
-
-    def _goes_on(self, step: Step) -> bool:
-        return not step.ending and not self._steps.interrupted(step)
-
-    def _ahead(self, step: Step) -> int:
-        """Quanta of a step that may be outstanding: two where nothing else can have its ranks
-        before it is finished, so that they need not wait for its report to come and go."""
-        beside = any(True for rank in step.task.ranks for _ in self._streams.live(rank))
-        return 1 if beside or self._steps.interruptible(step) else 2
 
     def _run(self, step: Step) -> None:
         until = step.task.parts if self._is_short(step) else step.next_until(self._quantum_ns)
@@ -305,8 +284,7 @@ class Conductor:
         step.size = until - step.until
         step.outstanding.append(Quantum(seq, until, step.size))
         step.until = until
-        for rank in step.task.ranks:
-            self._ran[rank] = seq
+        self._turns.ran(step, seq)
         if step.ending and step.task.places:
             (row,) = step.task.sequences
             stream = self._streams.place(row, step.task.places)
@@ -319,14 +297,11 @@ class Conductor:
         return not step.until and bool(known) and rows * self._row_ns <= self._quantum_ns
 
     def _lease(self) -> bool:
-        """Give the group a lease that has waited longest of those that may have one; whether there
-        is one."""
-        group, n = None, 0
-        for other in self._streams.groups:
-            if (group is None or other.served < group.served) and (m := self._length(other)):
-                group, n = other, m
-        if group is None:
+        """Give the group a lease whose turn it is; whether there is one."""
+        found = self._turns.group()
+        if found is None:
             return False
+        group, n = found
         stream = group.stream
         if stream.changed:
             self._change(stream)
@@ -334,35 +309,6 @@ class Conductor:
         op = Iterate(stream.id, stream.version, n, members)
         stream.lease(self._append(op, group.ranks), n, group)
         return True
-
-    def _length(self, group: Group) -> int:
-        """Iterations of a lease that a group may have now; 0 for none.
-
-        A step whose report is awaited gets the turn that it could not take yet, as long as the
-        group has something to do in the meantime.
-        """
-        leases = group.leases
-        if leases >= LEASES:
-            return 0
-        if self._alone(group):
-            return group.long_lease()
-        if leases and any(self._is_due(rank, group) for rank in group.ranks):
-            return 0
-        return 1
-
-    def _alone(self, group: Group) -> bool:
-        """Whether no step, and no group of another stream, wants any of a group's ranks."""
-        return not any(
-            self._steps.wanted[rank]
-            or any(other is not group for other in self._streams.live(rank))
-            for rank in group.ranks
-        )
-
-    def _is_due(self, rank: int, group: Group) -> bool:
-        """Whether a step on a rank would go on, and has had no quantum since a stream's lease."""
-        step = self._steps.on_top(rank)
-        served = group.stream.served[rank]
-        return step is not None and self._goes_on(step) and self._ran[rank] < served
 
     def _change(self, stream: Stream) -> None:
         stream.version += 1
