@@ -82,7 +82,9 @@ class HeldSequences:
             stays=command.stays,
         )
         sequence.missing = {} if command.rides else sequence.slots
-        assert self.kept.has(command.shares), "reuses what is not kept"
+        # What is to be kept when an iteration has ended lies here already.
+        kept = [it for it in command.shares if it.origin not in self._sequences]
+        assert self.kept.has(kept), "reuses what is not kept"
         slots = decode_slots(command, command.output_tokens)
         if slots:
             self.slots.take(command.sequence, {index_of(it): n for it, n in slots.items()})

@@ -66,9 +66,10 @@ def run(
     *,
     kv_slots: int = 40_000,
     rides: int = 0,
+    notice_ns: int = 0,
     **more: Any,
 ) -> Run:
-    at = model(elastic, kv_slots)
+    at = replace(model(elastic, kv_slots), notice_ns=notice_ns)
     reuse = ReuseSettings(enabled=True, block_tokens=BLOCK)
     options = {**POLICIES[policy], **({"prefill_tokens_max": rides} if rides else {})}
     scheduler = scheduler_of(at, policy, options, reuse)
@@ -157,6 +158,16 @@ def test_nothing_is_lost_where_room_is_short_and_the_gang_that_decodes_dies(seed
     ]
     found = run(conversations(seed), "csps", False, rides=256, kv_slots=1800, faults=faults)
     assert all(it.ended_ns >= 0 for it in found.outcomes)
+
+
+def test_a_turn_may_begin_with_what_is_about_to_be_kept() -> None:
+    """An iteration is under way when the gang is told to keep it, and to begin the next turn."""
+    beside = Arrival(at_ns=0, prompt_tokens=20_000, output_tokens=2000)
+    first = Arrival(at_ns=0, prompt_tokens=200, output_tokens=5, hashes=chained([1, 2, 3]))
+    alone = run([beside, first], "csps", False, notice_ns=MS)
+    next_turn = replace(first, at_ns=alone.outcomes[1].ended_ns, prompt_tokens=250)
+    found = run([beside, first, next_turn], "csps", False, notice_ns=MS)
+    assert found.outcomes[2].cached == 3 * BLOCK
 
 
 def test_hash_ids_of_a_trace_name_blocks() -> None:
