@@ -24,7 +24,7 @@ from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
 from csps.actors.mesh import Tag
-from csps.actors.strategies.group import SpGroup, uniform_heads
+from csps.actors.strategies.group import HeadSplit, SpGroup, uniform_heads
 from csps.actors.strategies.held_history import HeldHistory
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.transfers import Label, Transfers
@@ -72,6 +72,17 @@ def members_of(
         )
         for member, (rank, instance) in enumerate(zip(group.peers, group.job.group, strict=True))
     ]
+
+
+def members_by_heads(group: SpGroup, split: HeadSplit) -> list[HistoryMember]:
+    """Members that each ask with all rows of their own query heads."""
+    rows = rows_by_piece(group.job.pieces, range(group.total_rows))
+    return members_of(
+        group,
+        rows=lambda member: rows,
+        heads=lambda member: range(split.heads)[split.queries(member)],
+        held=range(split.kv_heads),
+    )
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ from csps.actors.levels.schedule import DropSchedule
 from csps.actors.strategies.group import HeadSplit, SpGroup, span_positions
 from csps.actors.strategies.history import (
     History,
-    HistoryMember,
-    members_of,
-    rows_by_piece,
+    members_by_heads,
     through,
 )
 from csps.actors.strategies.rank_shards import instance_shards, rank_shards
@@ -89,7 +87,7 @@ class SpTp(WithTransfers):
         self._history = History(
             group,
             engine.pool,
-            self._members(),
+            members_by_heads(group, self._split),
             group_heads=engine.heads // len(engine.kv_heads),
             scale=engine.spec.scale,
             begin=through(self._transfers),
@@ -254,17 +252,6 @@ class SpTp(WithTransfers):
             for index, (rack, server) in enumerate(self._servers)
         ]
         return [distance for distance in distances for _ in range(self._group.layout.tp)]
-
-    def _members(self) -> list[HistoryMember]:
-        """Of equal tensor-parallel rank, which share its heads."""
-        group, split = self._group, self._split
-        rows = rows_by_piece(group.job.pieces, range(group.total_rows))
-        return members_of(
-            group,
-            rows=lambda member: rows,
-            heads=lambda member: range(split.heads)[split.queries(member)],
-            held=range(split.kv_heads),
-        )
 
 
 def _schedule(plan: CsaPlan, engine: Engine) -> DropSchedule:

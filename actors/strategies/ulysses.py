@@ -23,11 +23,9 @@ from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import HeadSplit, SpGroup
 from csps.actors.strategies.history import (
     History,
-    HistoryMember,
     Messages,
     Wait,
-    members_of,
-    rows_by_piece,
+    members_by_heads,
 )
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Keep
@@ -54,7 +52,7 @@ class Ulysses:
         self._history = History(
             group,
             pool,
-            self._members(),
+            members_by_heads(group, self._split),
             group_heads=heads // kv_heads,
             scale=scale,
             begin=self._begin,
@@ -122,16 +120,6 @@ class Ulysses:
 
     def _width(self, member: int) -> int:
         return self._split.query_count(member) + 2 * self._split.key_count(member)
-
-    def _members(self) -> list[HistoryMember]:
-        group, split = self._group, self._split
-        rows = rows_by_piece(group.job.pieces, range(group.total_rows))
-        return members_of(
-            group,
-            rows=lambda member: rows,
-            heads=lambda member: range(split.heads)[split.queries(member)],
-            held=range(split.kv_heads),
-        )
 
     def _begin(self, sends: Messages, recvs: Messages, tag: Tag, label: Label) -> Wait:
         """An exchange that is waited for as the all-to-alls are."""
