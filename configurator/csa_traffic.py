@@ -2,7 +2,8 @@
 of kept queries back from every level.
 
 Whose queries, keys and values go where at each level `level_masks` says. What an owner got for a
-nearer level is not sent again. In the layer before one that drops, importance travels as well.
+nearer level is not sent again. Importance travels as well, in the layer before one that drops, or
+in that layer where it judges by itself.
 Micro-partitions cut messages and add no bytes.
 
 Under tensor parallelism the ranks of equal place in their instances exchange their share of the
@@ -68,11 +69,13 @@ def csa_layer_traffic(
 
 
 def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bool, int]:
-    """What a layer's traffic depends on: whether it drops, whether it judges for the next one, and
-    the first layer of those with its ratios."""
+    """What a layer's traffic depends on: whether it drops, whether it judges, for the next one or
+    for itself, and the first layer of those with its ratios."""
     group = plan.layer_group(layer)
     drops = _drops(shape, plan, layer)
-    return drops, _drops(shape, plan, layer + 1), group.first if drops else 0
+    same = plan.importance_layer == "same"
+    judges = drops if same else _drops(shape, plan, layer + 1)
+    return drops, judges, group.first if drops else 0
 
 
 def _drops(shape: AttentionShape, plan: CsaPlan, layer: int) -> bool:
@@ -95,7 +98,6 @@ def _layer(
         dropping: the layer whose ratios hold; None drops nothing.
     """
     assert not plan.nested, "nested levels are not counted here"
-    assert plan.importance_layer == "previous", "nor is judging by the same layer"
     group = GroupShape.of(plan.topology.locations, tp)
     traffic = instance_sums(shape, group, sum(spts))
     same = np.equal.outer(group.instance_servers, group.instance_servers)
@@ -145,7 +147,7 @@ class _Peers:
         return sent
 
     def importance(self) -> NDArray[np.float64]:
-        """What judges the next layer's tokens."""
+        """What judges tokens of the next layer, or of this one."""
         if self._plan.importance_window == ALL_QUERIES:
             return self._judged_by_all()
         return self._judged_by_window()

@@ -115,11 +115,6 @@ class StrategyRules:
             )
         if csa.ntp_only:
             return StrategyChoice(strategy=SPARSE, reason=f"SP-NTP, which {csa.ntp_only} needs")
-        if csa.importance_layer == "same":
-            return StrategyChoice(
-                strategy=SPARSE,
-                reason="SP-NTP, as what 'importance_layer': 'same' sends is not compared",
-            )
         return self._sparse(csa, group, tp, tokens)
 
     def _sparse(self, csa: CsaSettings, group: Topology, tp: int, tokens: int) -> StrategyChoice:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counted_overlaps import counted
 from csa_jobs import scattered
 from dense_reference import dense_attention
 from gang_cell import bounds_of_rows
@@ -24,6 +25,7 @@ from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import GroupMaker, Mesh, Tag
+from csps.actors.strategies import ring
 from csps.actors.strategies.group import SpGroup, span_positions
 from csps.actors.strategies.ring_kv import RingKv
 from csps.actors.strategies.ring_q import RingQ
@@ -379,6 +381,16 @@ def test_the_next_share_is_on_its_way_while_the_present_one_is_computed(strategy
         assert (len(rings), len(rounds)) == (members - 1, members)
         by_turns = [*chain.from_iterable(zip(rings, rounds, strict=False)), rounds[-1]]
         assert by_turns == sorted(by_turns), "each is begun before the round that hides it"
+
+
+@pytest.mark.parametrize("strategy", RINGS)
+def test_all_rounds_but_the_last_are_computed_while_a_share_travels(strategy: str) -> None:
+    members = 4
+    with counted(ring) as overlaps:
+        run(one_prompt(200, members), strategy)
+    last = sum(not call for call in overlaps.at_calls)
+    assert (len(overlaps.at_calls), last) == (members**2, members)
+    assert overlaps.phases == {"ring"}
 
 
 def test_all_sequences_are_one_message_a_round() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from counted_overlaps import counted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
@@ -13,6 +14,7 @@ from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history
 from strategy_ranks import job_of
 
 from csps.actors.engine.engine import Engine
+from csps.actors.strategies import sp_tp_attention
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.timeline import TRANSFERS, Timeline
@@ -63,6 +65,18 @@ def test_pipelined_equals_one_member(
     if kind == "gloo_gangs":
         assert all(result.clock.exchange_s > 0 for result in results)
         assert all(0 <= result.clock.hidden <= 1 for result in results)
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+@pytest.mark.parametrize("micro_partitions", [1, 3])
+def test_rows_and_sums_travel_while_attention_is_computed(
+    gangs: Gangs, hierarchical: bool, micro_partitions: int
+) -> None:
+    gang, job = gangs("gqa", 4, 1), job_of([0, 12, 24, 36, 48], [48])
+    with counted(sp_tp_attention) as overlaps:
+        gang.run(job, pipelined(TWO_SERVERS, micro_partitions, hierarchical=hierarchical))
+    assert overlaps.share > 0.5
+    assert overlaps.phases == {"all-gather", "reduce-scatter"}
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

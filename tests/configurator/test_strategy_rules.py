@@ -97,11 +97,16 @@ def test_an_open_strategy_is_the_one_that_moves_less(
     assert "on 4 instances" in answer.reason
 
 
+def test_judging_by_the_same_layer_is_compared_as_well() -> None:
+    by_itself = CsaSettings(drop_ratios=((0.5,),), importance_layer="same")
+    assert choose(WIDE, by_itself).strategy == "csa"
+    assert choose(WIDE, replace(by_itself, drop_ratios=((0.0,),))).strategy == "sp_tp"
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         (CsaSettings(nested=True), "'nested'"),
-        (CsaSettings(importance_layer="same"), "'importance_layer'"),
         (CsaSettings(decode_kept_only=True), "'decode_kept_only'"),
     ],
 )

@@ -16,7 +16,7 @@ from rank_world import RankWorld
 from csps.configurator.csa_traffic import csa_layer_traffic, csa_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import Traffic
-from csps.protocols.csa import CsaPlan
+from csps.protocols.csa import ALL_QUERIES, CsaPlan
 
 
 @st.composite
@@ -27,8 +27,9 @@ def one_prompt(draw: st.DrawFn) -> CsaCase:
         st.lists(st.integers(4, 24), min_size=case.members, max_size=case.members), label="SPTs"
     )
     bounds = tuple(sum(lengths[:end]) for end in range(len(lengths) + 1))
+    by_itself = case.plan.importance_window != ALL_QUERIES and draw(st.booleans())
     return CsaCase(
-        plan=replace(case.plan, nested=False, importance_layer="previous"),
+        plan=replace(case.plan, nested=False, importance_layer="same" if by_itself else "previous"),
         lengths=(bounds[-1],),
         bounds=bounds,
         heads=case.heads,
@@ -108,6 +109,16 @@ def test_a_ratio_is_seen_where_it_drops() -> None:
     window = plan.importance_window * SHAPE.heads
     assert first.between == KEYS + QUERIES + OUTPUTS + window * (2 * 64 + 2 * 4)
     assert middle.between == pytest.approx((KEYS + QUERIES + OUTPUTS) / 4, rel=0.01)
+
+
+def test_a_layer_that_judges_itself_sends_as_much_as_one_that_judges_for_the_next() -> None:
+    """In the layers that drop, of which there are as many as of those before them."""
+    plan = two_by_two(0.5)
+    before, itself = (
+        csa_traffic(SHAPE, replace(plan, importance_layer=by), tp=1, spts=SPTS)
+        for by in ("previous", "same")
+    )
+    assert (itself.inside, itself.between) == pytest.approx((before.inside, before.between))
 
 
 def test_heads_split_over_ranks_send_as_much_and_sum_outputs() -> None:
