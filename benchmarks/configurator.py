@@ -3,7 +3,7 @@
     python benchmarks/configurator.py lookup
     python benchmarks/configurator.py oracle [--planted] [--cluster FILE] [--instances 2 4]
     sudo python benchmarks/configurator.py simulator --sib FILE [--cluster FILE] [--rate 800mbit]
-        [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3]
+        [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3] [--measured FILE]
     python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
 
 Each takes less than eight minutes, and `--json FILE` keeps its rows.
@@ -16,7 +16,9 @@ has found, less one, for least TTFT; for least loss it is the difference of the 
 what ships of the included model, or planted: growing with what is dropped, so that bounds bind.
 `simulator`: configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
 two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. The
-phases are of `csps profile phases`, which times single calls: none of these steps is fitted to.
+phases are of `csps profile phases`, on one server: none of these steps is fitted to. `--measured`
+takes the times of an earlier run's rows and only predicts anew. `pipelined` compares each pipelined
+configuration with the same one that waits for every exchange, as measured and as predicted.
 `live`: a server that was profiled and trained. Requests of each kind take turns.
 """
 
@@ -24,12 +26,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +41,11 @@ import httpx
 import numpy as np
 import report
 
-from csps.configurator.answering import WHOLE, Answerer, answered_space, exact_seconds
+from csps.configurator.answering import Answerer, answered_space, exact_seconds
 from csps.configurator.bound_buckets import LOSSES, TIMES
 from csps.configurator.enumeration import Loss
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
 from csps.configurator.profiles import fit_phases
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import fingerprint, train_direct
@@ -50,6 +54,7 @@ from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
 from csps.configurator.regressors.training_set import direct_samples, simulated
 from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
 from csps.configurator.search import Answer, Found, Question, chosen, exhaustive
+from csps.configurator.step_overheads import with_overheads
 from csps.loadgen.planner.hardware_file import load_group
 from csps.models.weights_digest import weights_digest
 from csps.protocols.csa_settings import CsaSettings
@@ -233,23 +238,58 @@ def _loss(accuracy: AccuracyModel | Planted, group: SimulatedGroup, tokens: int)
 
 def simulator(arguments: argparse.Namespace) -> Section:
     """Predicted and measured times of drawn configurations."""
-    from testbed import iproute
-    from testbed.link import Link
-    from testbed.network import two_servers
-
-    iproute.require()
     group = _with_phases(load_group(arguments.cluster), arguments.sib)
     drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
-    with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
-        bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
-        rows = asyncio.run(_measured(bed, group, drawn, arguments.rounds))
+    if arguments.measured is None:
+        measured = _on_testbed(group, drawn, arguments)
+    else:
+        known = json.loads(arguments.measured.read_text())["rows"]
+        measured = [float(it["measured_s"]) for it in known]
+    rows = [
+        _row(group, settings, length, seconds)
+        for (settings, length), seconds in zip(drawn, measured, strict=True)
+    ]
     errors = [abs(it["error"]) for it in rows]
     summary = {
         "configurations": len(rows),
         "median_error": statistics.median(errors),
         "p95_error": float(np.quantile(errors, 0.95)),
+        "pipelined": _pipelined(rows),
     }
     return rows, {"summary": summary, "rate": arguments.rate}
+
+
+def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of pipelined times over those of the same configurations, not pipelined."""
+    pairs = [(one, two) for one, two in pairwise(rows) if one["micro"] != "-" == two["micro"]]
+    kinds = sorted({(it["strategy"], it["tokens"]) for it, _ in pairs})
+    return [
+        {"strategy": strategy, "tokens": tokens}
+        | {
+            which: statistics.median(
+                one[f"{which}_s"] / two[f"{which}_s"]
+                for one, two in pairs
+                if (one["strategy"], one["tokens"]) == (strategy, tokens)
+            )
+            for which in ("measured", "predicted")
+        }
+        for strategy, tokens in kinds
+    ]
+
+
+def _on_testbed(
+    group: SimulatedGroup,
+    drawn: Sequence[tuple[CsaSettings, int]],
+    arguments: argparse.Namespace,
+) -> list[float]:
+    from testbed import iproute
+    from testbed.link import Link
+    from testbed.network import two_servers
+
+    iproute.require()
+    with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
+        bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
+        return asyncio.run(_measured(bed, group, drawn, arguments.rounds))
 
 
 def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
@@ -260,7 +300,8 @@ def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
         rows = base.rows(PhaseRow)
     shape = group.shape
     times = fit_phases(rows, heads=shape.heads, kv_heads=shape.kv_heads, tp=group.tp)
-    return replace(group, times=times)
+    group = replace(group, times=times)
+    return replace(group, times=with_overheads(group, rows))
 
 
 def _drawn(
@@ -286,7 +327,8 @@ def _drawn(
 
 async def _measured(
     bed: Any, group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]], rounds: int
-) -> list[dict[str, Any]]:
+) -> list[float]:
+    """Seconds to the first token, medians."""
     from testbed.gang import GangOptions, prefill_gang
 
     options = GangOptions(
@@ -312,10 +354,7 @@ async def _measured(
                 )
                 if number_of_round:  # the first one connects and warms up
                     took[number].append(done.ttft_s)
-    return [
-        _row(group, settings, length, statistics.median(took[number]))
-        for number, (settings, length) in enumerate(drawn)
-    ]
+    return [statistics.median(took[number]) for number in range(len(drawn))]
 
 
 def _row(
@@ -424,6 +463,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", default="800mbit")
     parser.add_argument("--configurations", type=int, default=72)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measured", type=Path, help="rows of an earlier run of `simulator`")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--length", type=int, default=32_768)
     arguments = report.with_json_option(parser).parse_args()

@@ -17,7 +17,7 @@ from csps.configurator.bound_buckets import objectives
 from csps.configurator.enumeration import Judging, Loss, Ratios, Space
 from csps.configurator.layer_groups import LARGEST_RATIO, LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
 from csps.configurator.regressors.direct import DirectModel, Predicted
 from csps.configurator.search import Answer, Found, Question, chosen, compared
 from csps.protocols.csa_settings import CsaSettings
@@ -26,8 +26,6 @@ from csps.protocols.plans import ObjectiveKind
 
 STEPS = 16
 """In which ratios go from nothing to what was said, and on to as much as is allowed."""
-WHOLE = CsaSettings(levels=1, pipelined=False, strategy="ntp")
-"""Exact SP-NTP, not cut."""
 
 
 def answered_space(layers: int) -> Space:

@@ -52,6 +52,28 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeTimes:
+    """Seconds of its core that an exchange takes from a rank, wherever its messages are meanwhile:
+    on processors nobody else moves them. Nothing where a device has engines for it."""
+
+    call: float = 0.0
+    """Of beginning it and waiting for it."""
+    message: float = 0.0
+    """Of each that is sent or received."""
+    byte: float = 0.0
+    """Of these."""
+
+    def __post_init__(self) -> None:
+        if min(self.call, self.message, self.byte) < 0:
+            raise ValueError(f"no exchange takes less than nothing: {self}")
+
+    def seconds(self, messages: Amounts, size: Amounts) -> Amounts:
+        """Of so many messages and bytes, without the call."""
+        taken: Amounts = self.message * messages + self.byte * size
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
     """Phases of one layer on one rank, the paper's G; what is not measured takes no time."""
 
@@ -70,3 +92,4 @@ class PhaseTimes:
     """Rows, once for each query head."""
     copy: Line = Line()
     """Bytes that are gathered for an exchange."""
+    exchange: ExchangeTimes = ExchangeTimes()

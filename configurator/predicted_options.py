@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from csps.configurator.answering import WHOLE, Answerer, exact_seconds
+from csps.configurator.answering import Answerer, exact_seconds
 from csps.configurator.enumeration import Loss
 from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import WHOLE
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.search import Found, Question, chosen, compared
 from csps.protocols.csa_settings import CsaSettings

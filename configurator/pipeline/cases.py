@@ -60,6 +60,13 @@ class SimulatedGroup:
         """KV heads of a rank."""
         return self.shape.kv_heads // self.tp
 
+    @property
+    def ranks_per_core(self) -> float:
+        """Where most ranks share cores, when all compute; at least 1."""
+        cores_of, cores = self.machine()
+        used = np.bincount(np.array(cores_of), minlength=len(cores))
+        return max(1.0, float((used / np.array(cores)).max()))
+
     def segments(self, levels: int) -> tuple[Segments, ...]:
         """Raises ConfigError for more levels than the locations tell apart."""
         return Topology.of(self.locations).levels(levels)

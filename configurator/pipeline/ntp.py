@@ -221,7 +221,7 @@ class _NtpLayer:
         self._local = all(len(members) == 1 for members in self._segments[0])
         self._micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
         self._levels = list(self._series())
-        self._script = Script(group.wiring, self._own_rows())
+        self._script = Script(group.wiring, self._own_rows(), group.times.exchange)
 
     def run(self) -> Outcome:
         group, cases, script = self._group, self._cases, self._script

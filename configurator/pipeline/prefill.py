@@ -2,7 +2,7 @@
 
 T_a is summed over layers (Eq. 6); layers that are alike are simulated once. The model's last layer
 is computed for single rows only, so it has no pipeline; of T'_a = R L_in the R is the rest of every
-layer, for the rows of the member that has most.
+layer, for the rows of the member that has most, whose core others use as well then.
 
 Shape suffix c: configurations.
 """
@@ -10,18 +10,21 @@ Shape suffix c: configurations.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
 from csps.configurator.pipeline.ntp import simulate_ntp
-from csps.configurator.pipeline.program import Seconds
+from csps.configurator.pipeline.program import Outcome, Seconds
 from csps.configurator.pipeline.tp import simulate_tp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.even_share import even_share
+
+WHOLE = CsaSettings(levels=1, pipelined=False, strategy="ntp")
+"""Exact SP-NTP, not cut."""
 
 
 class _Kind(NamedTuple):
@@ -66,7 +69,7 @@ def prefill_seconds(
     longest = np.array(max(_spts(group, tokens)), float)
     times, layers = group.times, group.shape.layers
     rest = layers * times.rest.seconds(longest) + times.qkv.seconds(longest)
-    seconds: Seconds = attention_c + rest
+    seconds: Seconds = attention_c + rest * group.ranks_per_core
     return seconds
 
 
@@ -74,6 +77,26 @@ def attention_seconds(
     group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
 ) -> Seconds:
     """(c,) T_a, of all layers but the last."""
+    return _over_layers(group, configurations, tokens, lambda outcome: outcome.makespan_c)
+
+
+def work_seconds(
+    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
+) -> Seconds:
+    """(c,) what a prompt takes of all simulated ranks' cores together. Arguments as above."""
+    spts, times = np.array(_spts(group, tokens), float), group.times
+    rest = group.shape.layers * times.rest.seconds(spts) + times.qkv.seconds(spts)
+    attention_c = _over_layers(group, configurations, tokens, lambda it: it.work_c)
+    seconds: Seconds = attention_c + rest.sum()
+    return seconds
+
+
+def _over_layers(
+    group: SimulatedGroup,
+    configurations: Sequence[CsaSettings],
+    tokens: int,
+    of: Callable[[Outcome], Seconds],
+) -> Seconds:
     spts = _spts(group, tokens)
     needed: dict[_Kind, dict[_LayerProblem, int]] = defaultdict(dict)
     layers_of = []
@@ -83,7 +106,9 @@ def attention_seconds(
         for kind, problem in layers:
             needed[kind].setdefault(problem, len(needed[kind]))
         layers_of.append(layers)
-    seconds = {kind: _simulated(group, kind, list(found), spts) for kind, found in needed.items()}
+    seconds = {
+        kind: of(_simulated(group, kind, list(found), spts)) for kind, found in needed.items()
+    }
     return np.array(
         [
             sum(
@@ -149,7 +174,7 @@ def _drops(plan: CsaPlan, layer: int, last: int) -> bool:
 
 def _simulated(
     group: SimulatedGroup, kind: _Kind, problems: Sequence[_LayerProblem], spts: Sequence[int]
-) -> Seconds:
+) -> Outcome:
     cases = LayerCases(
         levels=kind.levels,
         ratios_cgv=np.array([it.ratios for it in problems], float),
@@ -163,4 +188,4 @@ def _simulated(
         pipelined=kind.pipelined,
     )
     simulate = simulate_tp if kind.tp else simulate_ntp
-    return simulate(group, cases, spts).makespan_c
+    return simulate(group, cases, spts)

@@ -84,6 +84,8 @@ class Outcome:
     ranks_cr: Seconds
     wires_cwe: Seconds
     """When a wire had carried an exchange; NaN where there was nothing to carry."""
+    work_c: Seconds
+    """What all ranks together have computed."""
 
     @property
     def makespan_c(self) -> Seconds:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from csps.configurator.phase_times import ExchangeTimes
 from csps.configurator.pipeline.program import (
     Durations,
     Machine,
@@ -25,8 +26,15 @@ from csps.configurator.pipeline.wiring import Wiring
 class Script:
     """Of one layer of some configurations."""
 
-    def __init__(self, wiring: Wiring, filler_crf: Seconds) -> None:
+    def __init__(
+        self, wiring: Wiring, filler_crf: Seconds, costs: ExchangeTimes | None = None
+    ) -> None:
+        """
+        Args:
+            costs: what exchanges take from the ranks' cores.
+        """
         self._wiring, self._filler_crf = wiring, filler_crf
+        self._costs = costs or ExchangeTimes()
         self._configurations = len(filler_crf)
         self._ops: list[list[tuple[Op, int]]] = [[] for _ in range(wiring.ranks)]
         self._columns: list[list[Seconds]] = [[] for _ in range(wiring.ranks)]
@@ -34,6 +42,11 @@ class Script:
         self._senders: list[Mask] = []
         self._receivers: list[Mask] = []
         self._after: list[int] = []
+        self._begins: list[Seconds] = []
+        """(c, r) of each exchange, what beginning it takes from a rank's core."""
+        self._ends: list[Seconds] = []
+        """And what came of it, once."""
+        self._ended: set[tuple[int, int]] = set()
 
     def compute(self, seconds_cr: Seconds) -> None:
         """All ranks compute."""
@@ -58,6 +71,11 @@ class Script:
         self._senders.append(senders_ws)
         self._receivers.append(receivers_wr)
         self._after.append(after)
+        messages_csr = (bytes_csr > 0).astype(float)
+        sent_cr = self._costs.seconds(messages_csr.sum(axis=2), bytes_csr.sum(axis=2))
+        takes_part_cr = messages_csr.any(axis=2) | messages_csr.any(axis=1)
+        self._begins.append(sent_cr + self._costs.call * takes_part_cr)
+        self._ends.append(self._costs.seconds(messages_csr.sum(axis=1), bytes_csr.sum(axis=1)))
         return len(self._after) - 1
 
     def do(self, op: Op, exchange: int = 0) -> None:
@@ -66,8 +84,13 @@ class Script:
             self.do_on(rank, op, exchange)
 
     def do_on(self, rank: int, op: Op, exchange: int = 0) -> None:
-        """One of them does."""
+        """One of them does; exchanges take their share of its core."""
+        if op is Op.POST:
+            self.compute_on(rank, self._begins[exchange][:, rank])
         self._ops[rank].append((op, exchange))
+        if op in (Op.WAIT, Op.STAND) and (rank, exchange) not in self._ended:
+            self._ended.add((rank, exchange))
+            self.compute_on(rank, self._ends[exchange][:, rank])
 
     def post(self, bytes_csr: Seconds, pairs_sr: Mask) -> int:
         """An exchange that all ranks begin here."""

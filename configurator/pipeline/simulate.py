@@ -41,7 +41,7 @@ def simulate(program: Program, durations: Durations, machine: Machine) -> Outcom
     configurations = len(durations.compute_crk)
     exchanges, wires, _ = program.senders_ewr.shape
     at_once = max(1, CELLS // max(1, exchanges * wires))
-    outcomes = [
+    ends = [
         _Run(
             program,
             Durations(
@@ -54,8 +54,9 @@ def simulate(program: Program, durations: Durations, machine: Machine) -> Outcom
         for begin in range(0, configurations, at_once)
     ]
     return Outcome(
-        ranks_cr=np.concatenate([it.ranks_cr for it in outcomes]),
-        wires_cwe=np.concatenate([it.wires_cwe for it in outcomes]),
+        ranks_cr=np.concatenate([ranks_cr for ranks_cr, _ in ends]),
+        wires_cwe=np.concatenate([wires_cwe for _, wires_cwe in ends]),
+        work_c=durations.compute_crk.sum(axis=(1, 2)) + durations.filler_crf.sum(axis=(1, 2)),
     )
 
 
@@ -67,8 +68,8 @@ class _Run:
         self._ranks = _Ranks(program, durations, machine)
         self._wires = _Wires(program, durations, machine)
 
-    def to_the_end(self) -> Outcome:
-        """Round after round."""
+    def to_the_end(self) -> tuple[Seconds, Seconds]:
+        """Round after round: when ranks ended, and what wires carried."""
         ranks, wires = self._ranks, self._wires
         while True:
             ranks.go_on(self._now_c, wires)
@@ -82,7 +83,7 @@ class _Run:
             wires.end(self._now_c)
             ranks.end(self._now_c, wires)
         assert ranks.through.all(), "a program that cannot end"
-        return Outcome(ranks_cr=ranks.ended_cr, wires_cwe=wires.ended_cwe)
+        return ranks.ended_cr, wires.ended_cwe
 
 
 class _Ranks:

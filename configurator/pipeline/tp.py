@@ -149,7 +149,8 @@ class _TpLayer:
         self._parents = [
             gates(owner, self._servers, self._takers) for owner in range(group.members)
         ]
-        self._script = Script(group.wiring, np.zeros((len(cases), group.members, 0)))
+        no_filler_crf = np.zeros((len(cases), group.members, 0))
+        self._script = Script(group.wiring, no_filler_crf, group.times.exchange)
         self._brings: dict[tuple[Rows, int], int] = {}
         """The exchange that brings rows to a rank."""
         self._sums: dict[Rows, tuple[int, int]] = {}

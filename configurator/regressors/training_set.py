@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from csps.configurator.answering import WHOLE
 from csps.configurator.bound_buckets import LOSSES, objectives
 from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import WHOLE
 from csps.configurator.regressors.direct import DirectSample, sample_of
 from csps.configurator.search import Found, Question, admissible, chosen, compared
 from csps.protocols.plans import Objective, ObjectiveKind

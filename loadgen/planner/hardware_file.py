@@ -5,6 +5,8 @@ The same file may hold what `csps simulate` reads (`docs/simulator.md`); that is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
 )
 from csps.configurator.shapes import AttentionShape
+from csps.configurator.step_overheads import with_overheads
 from csps.loadgen.simulator.cluster_file import (
     BITS_PER_BYTE,
     Count,
@@ -116,11 +119,11 @@ def _group(file: HardwareFile, folder: Path, instances: int | None) -> Simulated
     model, places = file.model, Topology.of(locations).locations
     if model.heads % tp or model.kv_heads % tp or model.heads % model.kv_heads:
         raise ConfigError(f"model: its heads cannot be split over {tp} ranks")
-    times, inside, between = _speeds(file, folder, tp)
+    times, inside, between, measured = _speeds(file, folder, tp)
     servers = [place.server_id for place in places]
     sharing = file.rank.ranks_per_core > 1
     numbers = {server: number for number, server in enumerate(dict.fromkeys(servers))}
-    return SimulatedGroup(
+    group = SimulatedGroup(
         shape=AttentionShape(
             hidden=model.hidden,
             heads=model.heads,
@@ -139,6 +142,7 @@ def _group(file: HardwareFile, folder: Path, instances: int | None) -> Simulated
         if sharing
         else (),
     )
+    return replace(group, times=with_overheads(group, measured))
 
 
 def _places(file: HardwareFile) -> tuple[list[str], int]:
@@ -159,23 +163,24 @@ def _places(file: HardwareFile) -> tuple[list[str], int]:
     return locations, tps.pop()
 
 
-def _speeds(file: HardwareFile, folder: Path, tp: int) -> tuple[PhaseTimes, LinkSpeed, LinkSpeed]:
-    """Phases, links inside a server and between two."""
+def _speeds(
+    file: HardwareFile, folder: Path, tp: int
+) -> tuple[PhaseTimes, LinkSpeed, LinkSpeed, Sequence[PhaseRow]]:
+    """Phases, links inside a server and between two, and what was measured of phases."""
     if file.rank.sib is None:
         inside = _link(file.links.inside)
         between = _link(file.links.between) if file.links.between else inside
-        return _reached(file.model, file.rank, tp), inside, between
+        return _reached(file.model, file.rank, tp), inside, between, ()
     base = ScalingInformationBase.read(folder / file.rank.sib, None)
     if base is None:
         raise ConfigError(f"rank.sib: there is no {folder / file.rank.sib}")
     with base:
-        times = fit_phases(
-            base.rows(PhaseRow), heads=file.model.heads, kv_heads=file.model.kv_heads, tp=tp
-        )
+        rows = base.rows(PhaseRow)
+        times = fit_phases(rows, heads=file.model.heads, kv_heads=file.model.kv_heads, tp=tp)
         links = base.rows(LinkRow)
     given = file.links
     inside = _link(given.inside) if given.inside else link_speed(links, "inside")
-    return times, inside, _link(given.between) if given.between else inside
+    return times, inside, _link(given.between) if given.between else inside, rows
 
 
 def _link(section: LinkSection | None) -> LinkSpeed:

@@ -34,6 +34,7 @@ from csps.services.profiling.fitting import EXACT, fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
 from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_link
+from csps.services.profiling.overheads import measure_overheads
 from csps.services.profiling.phases import measure_phases, phase_lines
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
 from csps.services.profiling.ring_fits import fit_rings, ring_lines
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> None:
             elif arguments.what == "phases":
                 _say(f"one rank; measurements are kept in {base.path}")
                 asyncio.run(measure_phases(base, settings, quick=arguments.quick))
+                asyncio.run(measure_overheads(base, settings, _say, quick=arguments.quick))
             elif arguments.what == "accuracy":
                 _accuracy(base, settings, arguments)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csps.configurator.phase_times import PhaseTimes
 from csps.configurator.pipeline.cases import SimulatedGroup
@@ -12,6 +12,7 @@ from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
 from csps.configurator.profiles import fit_phases, link_speed
 from csps.configurator.scaling_information_base import LinkRow, PhaseRow, ScalingInformationBase
 from csps.configurator.shapes import AttentionShape
+from csps.configurator.step_overheads import with_overheads
 from csps.models.spec import ModelSpec, read_spec
 from csps.protocols.topology import Topology
 from csps.services.cluster.gangs import resolve_device
@@ -37,13 +38,14 @@ class MeasuredGroups:
     def read(cls, base: ScalingInformationBase, settings: Settings) -> MeasuredGroups:
         """Raises ConfigError if phases or links were not profiled."""
         tp, spec = settings.prefilling.tp, read_spec(settings.model_dir)
-        times = fit_phases(base.rows(PhaseRow), heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
+        rows = base.rows(PhaseRow)
+        times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
         inside = link_speed(base.rows(LinkRow), INSIDE)
         slower = settings.topology.link_ratio
         element = 4 if settings.dtype == "float32" else 2
         gang = settings.prefilling
         on_gpu = resolve_device(settings.device, gang.num_gpus) == "cuda"
-        return cls(
+        alone = cls(
             shape=shape_of(spec, settings),
             tp=tp,
             times=times,
@@ -52,6 +54,7 @@ class MeasuredGroups:
             itemsize=element,
             cores=None if on_gpu else (os.cpu_count() or 1) / (gang.threads * gang.tp),
         )
+        return replace(alone, times=with_overheads(alone.of_servers([1], tp), rows))
 
     def of_places(self, places: Sequence[str]) -> SimulatedGroup:
         """Instances at Rack-Server-GPU ids, ascending."""

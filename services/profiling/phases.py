@@ -20,8 +20,8 @@ from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.settings import Settings
 
-TOKENS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
-QUICK_TOKENS = (256, 1_024, 4_096)
+TOKENS = (16, 64, 256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
+QUICK_TOKENS = (16, 256, 1_024, 4_096)
 ROUNDS = 5
 QUICK_ROUNDS = 2
 PROBE_S = 600.0

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import JoinBatch, Reserve
+from csps.protocols.options import parse_option
 from csps.protocols.placement import KvShare, place, zigzag_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.sampling import Sampling
@@ -21,6 +23,7 @@ from csps.services.profiling.plan import DecodeRun, RingRun, StepRun
 
 JOB_TOKENS = 16_384
 """Prompts that are prefilled only to be decoded go in jobs of about so many."""
+_CPUCLOCK_SCHED = 2
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 Shares = tuple[KvShare, ...]
 
@@ -112,7 +115,41 @@ def _computed(piece: PrefillPiece, number: int, run: StepRun) -> Shares:
     )
 
 
-async def _prefill(cell: Cell, pieces: Sequence[PrefillPiece], sp: int, strategy: str) -> float:
+async def measure_work(cell: Cell, tokens: int, sp: int, option: str) -> float:
+    """Processor time that the gang's ranks together take for a prompt by an option, seconds."""
+    strategy, settings = parse_option(option)
+    locations = cell.prefill.locations[: sp * cell.prefill.tp : cell.prefill.tp]
+    csa = None
+    if settings is not None:
+        csa = settings.for_group(
+            locations,
+            layers=cell.prefill.descriptions[0].layers,
+            longest_spt=-(-tokens // sp),
+            every_query=strategy == "sp_tp",
+        )
+    rid = next(cell.numbers)
+    piece = PrefillPiece(rid=rid, start=0, length=tokens, sampling=GREEDY)
+    processes = {rank.pid for rank in cell.prefill.descriptions}
+    try:
+        before = sum(map(_processor_seconds, processes))
+        await _prefill(cell, [piece], sp, strategy, csa)
+        return sum(map(_processor_seconds, processes)) - before
+    finally:
+        await cell.forget([rid])
+
+
+def _processor_seconds(pid: int) -> float:
+    # The clock's number as clock_getcpuclockid(3) builds it, which Python does not offer.
+    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+
+
+async def _prefill(
+    cell: Cell,
+    pieces: Sequence[PrefillPiece],
+    sp: int,
+    strategy: str,
+    csa: CsaPlan | None = None,
+) -> float:
     """Run one job on the first `sp` instances, cut evenly; returns its seconds."""
     total = sum(piece.length for piece in pieces)
     tokens = np.random.default_rng(total).integers(3, 256, total).astype("<i4")
@@ -122,6 +159,7 @@ async def _prefill(cell: Cell, pieces: Sequence[PrefillPiece], sp: int, strategy
         bounds=even_bounds(total, sp),
         pieces=tuple(pieces),
         strategy=strategy,
+        csa=csa,
     )
     messages = [
         pack(replace(job, tokens=tokens[start:stop].tobytes()))

@@ -16,10 +16,11 @@ from pipeline_groups import PLACES, group
 from property_examples import examples
 
 from csps.configurator import answering, search
-from csps.configurator.answering import WHOLE, Answerer
+from csps.configurator.answering import Answerer
 from csps.configurator.enumeration import Judging, Space
 from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import WHOLE
 from csps.configurator.regressors.direct import (
     DirectModel,
     Predicted,

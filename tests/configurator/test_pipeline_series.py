@@ -19,7 +19,7 @@ from csps.actors.csa.routes import HeadCounts, Routes, SegmentRoutes
 from csps.actors.levels.geometry import LevelGeometry, spanning_parts
 from csps.actors.levels.schedule import kept_counts
 from csps.actors.strategies import sp_tp_schedule
-from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
+from csps.configurator.phase_times import AttentionTimes, ExchangeTimes, Line, PhaseTimes
 from csps.configurator.pipeline import ntp, tp
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
 from csps.configurator.pipeline.ntp import simulate_ntp
@@ -254,7 +254,8 @@ def exact_cases(*, levels: int, micro: list[list[int]]) -> LayerCases:
 
 def test_without_overlap_it_is_the_serial_sum() -> None:
     """Two members, one level: qkv, one exchange, attention, one exchange back, merge, linear."""
-    of = group(("0-0-0", "0-1-0"), heads=2, kv_heads=2)
+    sent = ExchangeTimes(call=3e-4, message=1e-4, byte=1e-9)
+    of = group(("0-0-0", "0-1-0"), heads=2, kv_heads=2, times=replace(TIMES, exchange=sent))
     it = replace(exact_cases(levels=1, micro=[[1]]), ratios_cgv=np.zeros((1, 2, 1)))
     it = replace(it, pipelined=False)
     tokens, dim, size = 100, of.shape.head_dim, of.itemsize
@@ -280,6 +281,9 @@ def test_without_overlap_it_is_the_serial_sum() -> None:
         + line(times.merge, tokens)  # own
         + line(times.merge, tokens)
         + line(times.linear, tokens)
+        # One message goes and one comes, there and back; each takes its share of the core.
+        + 2 * (sent.call + 2 * sent.message)
+        + 2 * sent.byte * (first + back)
     )
     assert simulate_ntp(of, it, [tokens] * 2).makespan_c[0] == pytest.approx(serial, rel=1e-12)
 

@@ -22,6 +22,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         return phase_probe.measured(list(arguments))
 
     monkeypatch.setattr(phases, "_probed", probed)
+
+    async def no_ranks(*_: object, **__: object) -> None:
+        """`test_profile_ranks` has them."""
+
+    monkeypatch.setattr(command, "measure_overheads", no_ranks)
     monkeypatch.setattr(phases, "QUICK_TOKENS", (16, 48))
 
 

@@ -15,12 +15,19 @@ from gang_cell import in_threads
 from csps.actors.mesh import host_store
 from csps.actors.rank import Rank
 from csps.actors.rank_config import RankConfig
-from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase, StepRow
+from csps.configurator.scaling_information_base import (
+    LinkRow,
+    PhaseRow,
+    ScalingInformationBase,
+    StepRow,
+)
+from csps.configurator.step_overheads import STEP, measured_settings
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.protocols.options import parse_option
 from csps.services.launch.settings import Settings
 from csps.services.profiling import cell as profiling_cell
-from csps.services.profiling import command, links, plan, step_profile
+from csps.services.profiling import command, links, overheads, plan, step_profile
 from csps.services.profiling.cell import Cell, open_cell
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY, latency_table
@@ -110,6 +117,20 @@ async def test_a_rank_that_dies_ends_the_measurement_with_its_name(settings: Set
     for pid in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+async def test_steps_by_every_option_are_measured_for_what_phases_leave_out(
+    settings: Settings, rank_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overheads, "QUICK_TOKENS", (24, 5_000))
+    with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
+        await overheads.measure_overheads(base, settings, lambda _: None, quick=True)
+        rows = base.rows(PhaseRow)
+    assert {(row.phase, row.tokens, row.group_shape) for row in rows} == {(STEP, 24, "2")}
+    assert all(row.seconds > 0 for row in rows)
+    names = [parse_option(row.strategy).strategy for row in rows]
+    assert names == ["ulysses", "csa", "csa", "sp_tp", "sp_tp"]
+    assert {measured_settings(row.strategy).strategy for row in rows} == {"ntp", "tp"}
 
 
 def test_the_command_measures_fits_and_does_not_measure_again(
