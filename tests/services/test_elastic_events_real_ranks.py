@@ -1,0 +1,122 @@
+"""A rank dies, or clients leave, at each event of an elastic gang under real requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from any_layout import AnyLayout
+from gang_threads import eventually
+from held_steps import HeldSteps
+from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
+
+from csps.services.router.running import Running
+from csps.services.scheduling.decisions import Policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+EVENTS = ("migrate", "preempt and scale down", "scale up")
+MAX_TOKENS, KV_SLOTS = 80, 160
+WANTED = {event: streams(5, first=50, further=60, max_tokens=MAX_TOKENS) for event in EVENTS}
+# The slots of an instance end in the middle of their answers.
+WANTED["scale up"] = streams(4, first=115, further=5, max_tokens=MAX_TOKENS)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Requests, some of them in the middle of an event."""
+
+    requests: Sequence[Running]
+    answers: Sequence[asyncio.Future[list[int]]]
+    go_on: Callable[[], None]
+
+
+@asynccontextmanager
+async def elastic(model: Path, event: str, **fields: Any) -> AsyncIterator[Cell]:
+    """A gang of three whose policy brings the event about."""
+    policy: str | Policy = AnyLayout(7, moves=True) if event == "migrate" else "loongserve"
+    if event == "scale up":
+        fields["kv_slots"] = KV_SLOTS
+    async with real_cell(model, policy, roles=ELASTIC, instances=3, **fields) as cell:
+        yield cell
+
+
+async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
+    """Submit the requests, and wait for it."""
+    wanted = WANTED[event]
+    requests = [cell.submit(**it) for it in wanted[:-1]]
+    answers = [asyncio.ensure_future(answer(running)) for running in requests]
+    await eventually(lambda: any(it.state == "decoding" for it in requests))
+    steps = HeldSteps(patch) if event == "preempt and scale down" else None
+    requests.append(cell.submit(**wanted[-1]))
+    answers.append(asyncio.ensure_future(answer(requests[-1])))
+    live = cell.service._sequences.by_id.values
+    if steps is not None:
+        await steps.begun()
+        return Held(requests, answers, steps.go_on.set)
+    if event == "migrate":
+        await eventually(lambda: any(it.move is not None for it in live()))
+    else:
+        await eventually(lambda: any(map(has_scaled_up, requests)))
+    return Held(requests, answers, lambda: None)
+
+
+def has_scaled_up(running: Running) -> bool:
+    """It draws tokens whose KV lies where none of its prompt's does."""
+    more = KV_SLOTS - running.generation.prompt.size + 5
+    grown = any(it.kind == "scale_up" for it in running.elastic)
+    return grown and more < running.timings.tokens < MAX_TOKENS
+
+
+async def undisturbed(cell: Cell, event: str) -> list[list[int]]:
+    return await asyncio.gather(*(answer(cell.submit(**it)) for it in WANTED[event]))
+
+
+@pytest.mark.parametrize("event", EVENTS)
+async def test_streams_go_on_when_a_rank_is_killed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """Whatever had moved by then, nobody is told a wrong token, what has said nothing starts over,
+    and every slot comes back."""
+    async with elastic(tiny_llama, event, mortal="elastic") as cell:
+        expected = await undisturbed(cell, event)
+        held = await come_to(cell, event, monkeypatch)
+        cell.gangs["elastic"].process(1).kill()
+        held.go_on()
+        await eventually(lambda: not cell.service.ready)
+        begun = [it for it in held.requests if not it.ended and it.timings.attempts]
+        await cell.start_gang("elastic")
+        cell.publish()
+        assert await asyncio.gather(*held.answers) == expected
+        assert begun
+        assert {it.timings.attempts for it in begun} == {2}
+        await cell.settled()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("event", EVENTS)
+async def test_who_leaves_has_every_slot_freed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, event: str, tp: int
+) -> None:
+    """First each second request, among them the one that the others give way to, whose neighbours
+    go on with the right tokens, then all."""
+    async with elastic(tiny_llama, event, tp=tp) as cell:
+        expected = await undisturbed(cell, event)
+        held = await come_to(cell, event, monkeypatch)
+        for it in held.requests[::-2]:
+            it.cancel()
+        held.go_on()
+        told = await asyncio.gather(*held.answers)
+        assert told[-2::-2] == expected[-2::-2]
+        await cell.settled()
+        held = await come_to(cell, event, monkeypatch)
+        for it in held.requests:
+            it.cancel()
+        held.go_on()
+        await asyncio.gather(*held.answers)
+        await cell.settled()
