@@ -132,14 +132,18 @@ class Deployed:
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return [row[1] for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in sockets]
 
-    def gauge(self, name: str) -> float:
-        """The sum of a metric's series."""
+    def gauge(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels."""
         lines = httpx.get(f"{self.url}/metrics", timeout=RPC_DEADLINE_S).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"csps:{name}{{"))
+        series = [line for line in lines if line.startswith(f"csps:{name}{{")]
+        for label, value in labels.items():
+            series = [line for line in series if f'{label}="{value}"' in line]
+        return sum(float(line.split()[-1]) for line in series)
 
-    def wait_gauge(self, name: str, at_least: float) -> None:
+    def wait_gauge(self, name: str, at_least: float, **labels: str) -> None:
         """Until the metric has risen to a value."""
-        self._wait(lambda: self.gauge(name) >= at_least, f"csps:{name} stays below {at_least}")
+        otherwise = f"csps:{name} stays below {at_least}"
+        self._wait(lambda: self.gauge(name, **labels) >= at_least, otherwise)
 
     def wait_zero(self, name: str) -> None:
         """Until the metric has fallen to zero: the router may hear of an end after its client."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,25 @@ import httpx
 import numpy as np
 import pytest
 from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from talks import MOVING, Talk, check_same, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 
+from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
 from csps.loadgen.workloads.named import workload
+from csps.services.telemetry.traces.command import main as show
 from csps.services.telemetry.traces.spans import Span, read_spans, span_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 LONGEST, ANSWER, REQUESTS = 16_000, 24, 12
-KV_SLOTS = 20_000
-TIE = 1e-4
+KV_SLOTS = 16_200
+"""Of an instance: the longest prompt and the beginning of its answer."""
+SCALED_UP = KV_SLOTS - LONGEST
+"""Tokens of such an answer that lie where its prompt does."""
+DECODING = 4, 400, 2_000
+"""Requests, their prompts and answers: each is decoded by an instance of its own."""
+LATE = 600, 10
+"""Prompt and answer of who comes then."""
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
@@ -60,60 +70,112 @@ def answers(server: Deployed, bodies: list[dict[str, Any]]) -> list[dict[str, An
     return [it["choices"][0]["logprobs"] for it in asyncio.run(all_of_them())]
 
 
-def check_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal tokens, or first different where the two likeliest are as good as equal."""
-    for at, (one, other) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
-        if one != other:
-            best, second = sorted(theirs["top_logprobs"][at].values(), reverse=True)[:2]
-            assert best - second <= TIE, f"token {at}: {one!r}, not {other!r}"
-            return
-
-
 def spans_of(server: Deployed) -> list[Span]:
     spans = read_spans(span_files(Path(server.config.settings.telemetry.spans_dir)))
     return [it for it in spans if it.trace_id == TRACE]
 
 
-def check_trace(server: Deployed) -> None:
-    """A prompt on four instances whose KV stays on one, and whose answer needs a second one."""
+async def decoded_by_all(server: Deployed) -> list[Talk]:
+    """Answers of requests that come one after the other, and of one for which no instance is
+    idle then."""
+    count, length, drawn = DECODING
+    talks = [
+        Talk({"prompt": random_tokens(length + n, seed=n), "max_tokens": drawn})
+        for n in range(count)
+    ]
+    talks.append(Talk({"prompt": random_tokens(LATE[0], seed=count), "max_tokens": LATE[1]}))
+    async with client_of(server) as client:
+        reading = []
+        for it in talks:
+            reading.append(asyncio.create_task(it.read(client)))
+            await it.says(2)
+        await asyncio.gather(*reading)
+    return talks
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], list[Talk]]:
+    """What the policy `csps` answers to the mixed workload, and to those who decode."""
+    two = {"instances": 2, "kv_slots": 65_536}
+    run, scheduling = tmp_path_factory.mktemp("csps"), {"policy": "csps"}
+    with deployed(model, run, prefill=two, decode=two, scheduling=scheduling) as server:
+        return answers(server, mixed()), asyncio.run(decoded_by_all(server))
+
+
+@pytest.fixture(scope="module")
+def server(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, expected: object
+) -> Iterator[Deployed]:
+    """An elastic gang, once the other server is gone."""
+    elastic = {"instances": 4, "kv_slots": KV_SLOTS}
+    run, scheduling = tmp_path_factory.mktemp("loongserve"), {"policy": "loongserve", **MOVING}
+    with deployed(model, run, elastic=elastic, scheduling=scheduling) as server:
+        yield server
+        server.assert_all_slots_free()
+        # Nothing was evicted, or it would have been tried again.
+        assert server.gauge("request_retries_total") == 0
+        assert server.gauge("request_failures_total") == 0
+
+
+def test_the_mixed_workload(
+    server: Deployed, expected: tuple[list[dict[str, Any]], list[Talk]]
+) -> None:
+    bodies = mixed()
+    assert max(len(it["prompt"]) for it in bodies) > 2_000
+    for ours, theirs in zip(answers(server, bodies), expected[0], strict=True):
+        check_same(ours, theirs)
+    assert server.gauge("elastic_events_total", event="scale_down") > 0
+
+
+def test_what_is_decoded_moves(
+    server: Deployed, expected: tuple[list[dict[str, Any]], list[Talk]]
+) -> None:
+    """To empty an instance for who comes when all decode."""
+    before = server.gauge("elastic_events_total", event="migrate")
+    for ours, theirs in zip(asyncio.run(decoded_by_all(server)), expected[1], strict=True):
+        assert ours.tokens == theirs.tokens
+        ours.check(theirs)
+    assert server.gauge("elastic_events_total", event="migrate") > before
+    assert server.gauge("elastic_bytes_total", event="migrate") > 0
+
+
+def test_a_prompt_of_four_instances_is_decoded_by_one_and_then_by_two(
+    server: Deployed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As its trace tells: its KV stays on one of them, and so does that of its answer's first
+    tokens; who keeps the later ones has nothing of it before."""
     body = {
         "model": MODEL,
         "prompt": random_tokens(LONGEST, seed=99),
-        "max_tokens": KV_SLOTS - LONGEST + 500,
+        "max_tokens": SCALED_UP + 101,
         "temperature": 0,
-        "stream": True,
         "ignore_eos": True,
     }
     headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S
-    ) as answer:
-        lines = answer.iter_lines()
-        for _ in range(5):
-            next(lines)
+    url = f"{server.url}/v1/completions"
+    httpx.post(url, json=body, headers=headers, timeout=4 * DEADLINE_S).raise_for_status()
     # Ranks write their spans when they like.
-    wanted = Counter({"prefill.compute": 4, "elastic.scale_down": 1, "elastic.scale_up": 1})
+    events = {"elastic.scale_down": 1, "elastic.scale_up": 1}
+    wanted = Counter({"llm_request": 1, "prefill.compute": 4, "decode.rank": 4, **events})
     deadline = time.monotonic() + DEADLINE_S
     while not wanted <= (found := Counter(it.name for it in spans_of(server))):
         assert time.monotonic() < deadline, f"only {found}"
         time.sleep(POLL_S)
     spans = spans_of(server)
+    assert {it.rank for it in spans if it.name == "prefill.compute"} == {0, 1, 2, 3}
     (down,) = [it for it in spans if it.name == "elastic.scale_down"]
     assert down.attributes["csps.elastic.tokens"] == LONGEST
-
-
-def test_loongserve_says_what_csps_says(model: Path, tmp_path: Path) -> None:
-    bodies = mixed()
-    assert max(len(it["prompt"]) for it in bodies) > 2_000
-    two = {"instances": 2, "kv_slots": 65_536}
-    scheduling = {"policy": "csps"}
-    with deployed(model, tmp_path, prefill=two, decode=two, scheduling=scheduling) as server:
-        expected = answers(server, bodies)
-    elastic = {"instances": 4, "kv_slots": KV_SLOTS}
-    with deployed(model, tmp_path, elastic=elastic, scheduling={"policy": "loongserve"}) as server:
-        for ours, theirs in zip(answers(server, bodies), expected, strict=True):
-            check_same(ours, theirs)
-        check_trace(server)
-        server.assert_all_slots_free()
-        assert server.gauge("request_retries_total") == 0
-        assert server.gauge("request_failures_total") == 0
+    lies = [
+        tuple(it.attributes.get(name) for name in (PROMPT_TOKENS, ANSWER_TOKENS, ANSWER_FROM))
+        for it in spans
+        if it.name == "decode.rank"
+    ]
+    nothing = (0, 0, None)
+    assert Counter(lies) == Counter(
+        [(LONGEST, SCALED_UP, 0), (0, 100, SCALED_UP), nothing, nothing]
+    )
+    show(["show", TRACE, "--traces", str(server.config.settings.telemetry.spans_dir)])
+    shown = capsys.readouterr().out
+    assert all(shown.count(name) >= 1 for name in wanted)

@@ -1,0 +1,75 @@
+"""Streams of a deployed server that tests look into while they go on, and compare with others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from deployed import DEADLINE_S, MODEL, Deployed
+
+MOVING = {"move_us_per_1k_tokens": 1}
+"""Options of LoongServe with which it moves what is decoded."""
+TIE = 1e-4
+
+
+@dataclass
+class Talk:
+    """A stream that is read until somebody has heard enough."""
+
+    fields: dict[str, Any]
+    told: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "top_logprobs": []})
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, client: openai.AsyncOpenAI) -> None:
+        """To its end."""
+        stream = await client.completions.create(
+            model=MODEL,
+            temperature=0,
+            logprobs=2,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **self.fields,
+        )
+        async for chunk in stream:
+            if (of := chunk.choices[0].logprobs) is not None:
+                self.told["tokens"] += of.tokens or []
+                self.told["top_logprobs"] += of.top_logprobs or []
+            self.news.set()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.told["tokens"])
+
+    async def says(self, tokens: int) -> None:
+        """Wait until it has said so many."""
+        async with asyncio.timeout(2 * DEADLINE_S):
+            while self.tokens < tokens:
+                self.news.clear()
+                await self.news.wait()
+
+    def check(self, expected: Talk) -> None:
+        """As far as both go."""
+        known = min(self.tokens, expected.tokens)
+        ours, theirs = ({k: it[:known] for k, it in of.told.items()} for of in (self, expected))
+        check_same(ours, theirs)
+
+
+@asynccontextmanager
+async def client_of(server: Deployed) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=4 * DEADLINE_S, max_retries=0
+    ) as client:
+        yield client
+
+
+def check_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Equal tokens, or first different where the two likeliest are as good as equal."""
+    for at, (one, other) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
+        if one != other:
+            best, second = sorted(theirs["top_logprobs"][at].values(), reverse=True)[:2]
+            assert best - second <= TIE, f"token {at}: {one!r}, not {other!r}"
+            return
