@@ -1,5 +1,5 @@
-"""What tests of ranks share: gangs of tiny models, each started once for the tests of all
-strategies, and the spans that ranks write."""
+"""What tests of ranks share: gangs of tiny models, each started once for the tests of a file, and
+the spans that ranks write."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from strategy_gangs import Gangs, started_once
 
 
-@pytest.fixture(scope="session")
+# Not of a session: each group of gloo has a thread that wakes a hundred times a second.
+@pytest.fixture(scope="module")
 def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
     with started_once(tmp_path_factory) as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def gloo_gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
     """Whose clocks and timelines tell when exchanges ended."""
     with started_once(tmp_path_factory, data_group=None) as started:
