@@ -317,6 +317,10 @@ class Mesh:
         begun = self.start_exchange(sends, recvs, tag)
         return Pending.all((begun.received, begun.sent))
 
+    def expect(self, recvs: Sequence[tuple[int, Tensor]], tag: Tag) -> Expected:
+        """`exchange`, of which the receives are known before there is anything to send."""
+        return Expected(self, recvs, tag)
+
     @with_peer()
     def start_exchange(
         self,
@@ -373,6 +377,25 @@ class Mesh:
             _abort(self._data)
         else:
             close_gloo(self._data, self.rank, self.world_size)
+
+
+class Expected:
+    """An exchange whose receives come first, see `Mesh.expect`.
+
+    With gloo they are begun at once: a sender whose peer has not said that it is ready waits for
+    two trips more. Where exchanges are in order, receives are one group with what is sent.
+    """
+
+    def __init__(self, mesh: Mesh, recvs: Sequence[tuple[int, Tensor]], tag: Tag) -> None:
+        self._mesh, self._recvs, self._tag = mesh, recvs, tag
+        ahead = recvs and not mesh.in_order
+        self._begun = mesh.exchange([], recvs, tag) if ahead else None
+
+    def send(self, sends: Sequence[tuple[int, Tensor]]) -> Pending:
+        """Begin to send as well; whoever waits, waits for all of the exchange."""
+        if self._begun is None:
+            return self._mesh.exchange(sends, self._recvs, self._tag)
+        return Pending.all((self._begun, self._mesh.exchange(sends, [], self._tag)))
 
 
 class InstanceGroup:

@@ -18,7 +18,11 @@ from csps.actors.mesh import Tag
 from csps.actors.sampler_request import drawn_before, sampler_of
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
-from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.actors.strategies.query_exchange import (
+    Meeting,
+    QueryRoutes,
+    exchange_queries,
+)
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError
@@ -75,13 +79,10 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseK
                 merge_into(out_rhd[row : row + 1], lse_rh[row, :, None], *seen)
         return out_rhd, lse_rh
 
-    return exchange_queries(
-        q_thd,
-        mesh=engine.mesh,
-        routes=routes,
-        partial=partial,
-        tags=(Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL),
-    )
+    tags = Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL
+    heads, head_dim = q_thd.shape[1:]
+    meeting = Meeting(engine.mesh, routes, q_thd, heads=heads, head_dim=head_dim, tags=tags)
+    return exchange_queries(q_thd, meeting, partial)
 
 
 def _written(group: SpGroup, piece: PrefillPiece) -> list[Span]:

@@ -12,8 +12,12 @@ from torch import Tensor
 from csps.actors.engine.batch import Batch
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.held_attention import attend_held
-from csps.actors.mesh import Tag
-from csps.actors.strategies.query_exchange import ExchangeTimes, exchange_queries
+from csps.actors.mesh import Pending, Tag
+from csps.actors.strategies.query_exchange import (
+    ExchangeTimes,
+    Meeting,
+    exchange_queries,
+)
 
 
 def forward(engine: Engine, batch: Batch, times: ExchangeTimes | None = None) -> Tensor:
@@ -35,14 +39,14 @@ def forward(engine: Engine, batch: Batch, times: ExchangeTimes | None = None) ->
     stores_all = stored == list(range(batch.rows))
     if None in batch.held:
         batch.held[None].grown()
+    layers = [_LayerOfOthers(engine, batch, index) for index in range(len(network.layers))]
     for index, layer in enumerate(network.layers):
         q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
         if stores_all:
             pool.write_slots(index, slots_t, k_rhd, v_rhd)
         elif stored:
             pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
-        _hand_over(engine, batch, index, k_rhd, v_rhd)
-        out_rhd = _attend(engine, batch, index, q_rhd, k_rhd, v_rhd, times)
+        out_rhd = layers[index].attend(q_rhd, k_rhd, v_rhd, times)
         x_td = layer.finish(x_td, out_rhd.to(q_rhd.dtype))
     if batch.pieces:
         x_td = x_td[[at for _, at in batch.drawing]]
@@ -54,53 +58,66 @@ def _serve_others(engine: Engine, batch: Batch) -> Tensor:
     spec, pool = engine.spec, engine.pool
     none_rhd = pool.k.new_empty(0, engine.heads, spec.head_dim)
     no_kv_rhd = pool.k.new_empty(0, pool.kv_heads, spec.head_dim)
-    for index in range(spec.layers):
-        _hand_over(engine, batch, index, no_kv_rhd, no_kv_rhd)
-        _attend(engine, batch, index, none_rhd, no_kv_rhd, no_kv_rhd)
+    for layer in [_LayerOfOthers(engine, batch, index) for index in range(spec.layers)]:
+        layer.attend(none_rhd, no_kv_rhd, no_kv_rhd)
     return none_rhd.new_empty(0, spec.vocab)
 
 
-def _hand_over(engine: Engine, batch: Batch, layer: int, k_rhd: Tensor, v_rhd: Tensor) -> None:
-    """Keys and values of pieces to those who keep them."""
-    if not batch.sent and not batch.received:
-        return
-    kv_rhd = torch.stack((k_rhd, v_rhd), 1)
-    sends = [
-        (peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in batch.sent.items()
-    ]
-    buffers = {
-        peer: kv_rhd.new_empty(len(slots), *kv_rhd.shape[1:])
-        for peer, slots in batch.received.items()
-    }
-    engine.mesh.exchange(sends, list(buffers.items()), Tag.KEPT_ROWS).wait()
-    for peer, arrived in buffers.items():
-        slots_t = batch.received_at(peer, kv_rhd.device)
-        engine.pool.write_slots(layer, slots_t, arrived[:, 0], arrived[:, 1])
+class _LayerOfOthers:
+    """One layer's exchange with peers, who hold KV of own rows or have rows whose KV is held here.
+    What it receives is expected from the iteration's beginning on."""
 
+    def __init__(self, engine: Engine, batch: Batch, index: int) -> None:
+        self._engine, self._batch, self._index = engine, batch, index
+        pool = engine.pool
+        self._kept = {
+            peer: pool.k.new_empty(len(slots), 2, pool.kv_heads, pool.head_dim)
+            for peer, slots in batch.received.items()
+        }
+        self._handing = engine.mesh.expect(list(self._kept.items()), Tag.KEPT_ROWS)
+        self._meeting = Meeting(
+            engine.mesh,
+            batch.routes,
+            pool.k,
+            heads=engine.heads,
+            head_dim=pool.head_dim,
+            tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
+        )
 
-def _attend(
-    engine: Engine,
-    batch: Batch,
-    layer: int,
-    q_rhd: Tensor,
-    k_rhd: Tensor,
-    v_rhd: Tensor,
-    times: ExchangeTimes | None = None,
-) -> Tensor:
-    """Own rows' attention over all that lies before them, wherever it does."""
+    def attend(
+        self,
+        q_rhd: Tensor,
+        k_rhd: Tensor,
+        v_rhd: Tensor,
+        times: ExchangeTimes | None = None,
+    ) -> Tensor:
+        """Own rows' attention over all that lies before them, wherever it does. Keys and values go
+        to those who keep them before queries do, and are there before these are answered."""
+        others = self._batch.sent or self._batch.received
+        handed = self._handing.send(self._handed(k_rhd, v_rhd)) if others else Pending([], [])
 
-    def partial(peer: int | None, asked_rhd: Tensor) -> tuple[Tensor, Tensor]:
-        own = (k_rhd, v_rhd) if peer is None else None
-        return attend_held(engine, batch, layer, peer, asked_rhd, own)
+        def partial(peer: int | None, asked_rhd: Tensor) -> tuple[Tensor, Tensor]:
+            if peer is not None:
+                self._store(handed)
+            own = (k_rhd, v_rhd) if peer is None else None
+            return attend_held(self._engine, self._batch, self._index, peer, asked_rhd, own)
 
-    return exchange_queries(
-        q_rhd,
-        mesh=engine.mesh,
-        routes=batch.routes,
-        partial=partial,
-        tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
-        times=times,
-    )
+        out_rhd = exchange_queries(q_rhd, self._meeting, partial, times)
+        self._store(handed)
+        return out_rhd
+
+    def _handed(self, k_rhd: Tensor, v_rhd: Tensor) -> list[tuple[int, Tensor]]:
+        kv_rhd = torch.stack((k_rhd, v_rhd), 1)
+        sent = self._batch.sent.items()
+        return [(peer, torch.cat([kv_rhd[rows] for rows in cuts])) for peer, cuts in sent]
+
+    def _store(self, handed: Pending) -> None:
+        """What others have handed over, once."""
+        handed.wait()
+        while self._kept:
+            peer, arrived = self._kept.popitem()
+            slots_t = self._batch.received_at(peer, arrived.device)
+            self._engine.pool.write_slots(self._index, slots_t, arrived[:, 0], arrived[:, 1])
 
 
 def _tokens(batch: Batch) -> Tensor:

@@ -105,14 +105,41 @@ class ExchangeTimes:
         self.waited_s += time.monotonic() - begin
 
 
+class Meeting:
+    """What one exchange of queries receives, expected ahead of it: of all layers of an iteration
+    before the first of them.
+
+    Args:
+        like: of the queries' dtype and device.
+        heads, head_dim: of a query row.
+        tags: of queries, and of partial results.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        routes: QueryRoutes,
+        like: Tensor,
+        *,
+        heads: int,
+        head_dim: int,
+        tags: tuple[Tag, Tag],
+    ) -> None:
+        self.routes, self.in_order = routes, mesh.in_order
+        self.foreign = {
+            peer: like.new_empty(rows, heads, head_dim) for peer, rows in routes.incoming.items()
+        }
+        self.answers = {
+            peer: like.new_empty(len(rows), heads, head_dim + 1, dtype=torch.float32)
+            for peer, rows in routes.outgoing.items()
+        }
+        """The output and, in the last column, the LSE."""
+        self.queries = mesh.expect(list(self.foreign.items()), tags[0])
+        self.replies = mesh.expect(list(self.answers.items()), tags[1])
+
+
 def exchange_queries(
-    q_rhd: Tensor,
-    *,
-    mesh: Mesh,
-    routes: QueryRoutes,
-    partial: Partial,
-    tags: tuple[Tag, Tag],
-    times: ExchangeTimes | None = None,
+    q_rhd: Tensor, meeting: Meeting, partial: Partial, times: ExchangeTimes | None = None
 ) -> Tensor:
     """Merged attention output (r, h, d), fp32, of the local query rows.
 
@@ -122,49 +149,29 @@ def exchange_queries(
     Args:
         times: what it took is added to these.
     """
+    routes = meeting.routes
     if not (routes.outgoing or routes.incoming):
         own = [partial(None, routes.held(q_rhd))] if routes.held_here else []
         return _merged(q_rhd, routes, own)
-    counted = times is not None and routes.outgoing and not mesh.in_order
+    counted = times is not None and routes.outgoing and not meeting.in_order
     spent = times if times is not None and counted else ExchangeTimes()
     with spent.under_way():
-        parts = _exchanged(q_rhd, mesh, routes, partial, tags, spent)
+        parts = _exchanged(q_rhd, meeting, partial, spent)
     return _merged(q_rhd, routes, parts)
 
 
 def _exchanged(
-    q_rhd: Tensor,
-    mesh: Mesh,
-    routes: QueryRoutes,
-    partial: Partial,
-    tags: tuple[Tag, Tag],
-    times: ExchangeTimes,
+    q_rhd: Tensor, meeting: Meeting, partial: Partial, times: ExchangeTimes
 ) -> list[tuple[Tensor, Tensor]]:
     """Own partials, and those of others."""
-    query_tag, partial_tag = tags
-    foreign = {
-        peer: q_rhd.new_empty(rows, *q_rhd.shape[1:]) for peer, rows in routes.incoming.items()
-    }
-    queries = mesh.exchange(routes.sent(q_rhd), list(foreign.items()), query_tag)
-    answers = {peer: _packed_like(q_rhd, len(rows)) for peer, rows in routes.outgoing.items()}
-    # Receiving from now on: with gloo an answer then needs one trip, not three, and travels while
-    # others' are computed. In order, who also sends has to do both in one call.
-    soon = not (foreign and mesh.in_order)
-    received = mesh.exchange([], list(answers.items()), partial_tag) if soon else Pending([], [])
+    routes = meeting.routes
+    queries = meeting.queries.send(routes.sent(q_rhd))
     parts = [partial(None, routes.held(q_rhd))] if routes.held_here else []
     times.wait(queries)
-    if foreign:
-        replies = [(peer, _packed(*partial(peer, rows_rhd))) for peer, rows_rhd in foreign.items()]
-        late = [] if soon else list(answers.items())
-        received = Pending.all((received, mesh.exchange(replies, late, partial_tag)))
-    times.wait(received)
-    return parts + [(packed[..., :-1], packed[..., -1]) for packed in answers.values()]
-
-
-def _packed_like(q_rhd: Tensor, rows: int) -> Tensor:
-    """(rows, h, d + 1) fp32: the output and, in the last column, the LSE."""
-    heads, head_dim = q_rhd.shape[1:]
-    return torch.empty(rows, heads, head_dim + 1, dtype=torch.float32, device=q_rhd.device)
+    foreign = meeting.foreign.items()
+    replies = [(peer, _packed(*partial(peer, rows_rhd))) for peer, rows_rhd in foreign]
+    times.wait(meeting.replies.send(replies))
+    return parts + [(packed[..., :-1], packed[..., -1]) for packed in meeting.answers.values()]
 
 
 def _packed(out_rhd: Tensor, lse_rh: Tensor) -> Tensor:

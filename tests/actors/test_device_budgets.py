@@ -24,7 +24,7 @@ from csps.actors.engine.stream import Stream
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import BegunExchange, Mesh, Pending, Tag
+from csps.actors.mesh import BegunExchange, Expected, Mesh, Pending, Tag
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
@@ -47,6 +47,9 @@ class NobodysMesh:
 
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Pending:
         return Pending([], [])
+
+    def expect(self, recvs: Sequence[Any], tag: Tag) -> Expected:
+        return Expected(cast(Mesh, self), recvs, tag)
 
     def start_exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> BegunExchange:
         for _, tensor in (*sends, *recvs):

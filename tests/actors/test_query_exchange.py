@@ -18,7 +18,12 @@ from property_examples import examples
 from torch import Tensor
 
 from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.query_exchange import ExchangeTimes, QueryRoutes, exchange_queries
+from csps.actors.strategies.query_exchange import (
+    ExchangeTimes,
+    Meeting,
+    QueryRoutes,
+    exchange_queries,
+)
 from csps.kernels.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -63,6 +68,10 @@ class Case:
         return routes, rows, {None: [rows[row] for row in held], **incoming}
 
 
+def meeting(mesh: Mesh, routes: QueryRoutes) -> Meeting:
+    return Meeting(mesh, routes, torch.empty(0), heads=HEADS, head_dim=HEAD_DIM, tags=TAGS)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     ranks = draw(st.integers(1, 5))
@@ -93,7 +102,7 @@ def test_equals_dense_attention(case: Case, held_to_rules: bool) -> None:
 
         queries = [case.tensors(request)[0] for request in own]
         q = torch.cat(queries) if queries else torch.empty(0, HEADS, HEAD_DIM)
-        return own, exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
+        return own, exchange_queries(q, meeting(mesh, routes), partial)
 
     answered = []
     outputs = on_ranks(case.ranks, body, data_group)
@@ -138,7 +147,7 @@ def test_the_own_part_is_computed_while_queries_travel_and_are_answered() -> Non
 
         routes, times = routed({0: 1}, mesh.rank), ExchangeTimes()
         q = torch.ones(routes.rows, HEADS, HEAD_DIM)
-        exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS, times=times)
+        exchange_queries(q, meeting(mesh, routes), partial, times)
         return times
 
     asking, answering = on_ranks(2, body)
@@ -158,7 +167,7 @@ def test_answers_travel_while_those_to_others_are_computed() -> None:
 
         routes = routed({0: 1, 2: 0}, mesh.rank)
         q = torch.ones(routes.rows, HEADS, HEAD_DIM)
-        exchange_queries(q, mesh=mesh, routes=routes, partial=partial, tags=TAGS)
+        exchange_queries(q, meeting(mesh, routes), partial)
         if mesh.rank == 1:
             answered.set()
 

@@ -22,7 +22,11 @@ from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.staging import Staging, launched_so_far
 from csps.actors.mesh import Mesh, Tag
-from csps.actors.strategies.query_exchange import QueryRoutes, exchange_queries
+from csps.actors.strategies.query_exchange import (
+    Meeting,
+    QueryRoutes,
+    exchange_queries,
+)
 from csps.actors.transfers import Label, Transfers
 from csps.protocols.span import Span
 
@@ -188,14 +192,11 @@ def answers(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_queries_and_answers_are_there_when_they_are_used() -> None:
     def body(mesh: Mesh, races: Races) -> None:
+        tags = Tag.DECODE_QUERY, Tag.DECODE_PARTIAL
         for _ in range(3):  # layers, whose tensors come and go
-            exchange_queries(
-                torch.ones(3, 2, 4),
-                mesh=mesh,
-                routes=ROUTES,
-                partial=answers,
-                tags=(Tag.DECODE_QUERY, Tag.DECODE_PARTIAL),
-            )
+            q_rhd = torch.ones(3, 2, 4)
+            meeting = Meeting(mesh, ROUTES, q_rhd, heads=2, head_dim=4, tags=tags)
+            exchange_queries(q_rhd, meeting, answers)
 
     on_nccl(body)
 
