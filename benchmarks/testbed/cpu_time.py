@@ -48,7 +48,7 @@ class CpuTime:
 def _threads_s(pid: int) -> dict[int, float]:
     seconds = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             # schedstat: nanoseconds on a core, nanoseconds waiting for one, time slices.
             seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return seconds
