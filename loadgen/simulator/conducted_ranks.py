@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from csps.loadgen.simulator.decode_batch import IterationLog, Jump, Row, states
+from csps.loadgen.simulator.decode_batch import IterationLog, Jump, Row, filled, states
 from csps.loadgen.simulator.step_order import Task
 from csps.loadgen.simulator.timeline import Timeline
 from csps.protocols.conductor import Conductor, StepTask
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Abort, Change, Entry, Iterate, Place, Run
-from csps.services.scheduling.latency import FRACTION_BITS, HybridCost
+from csps.services.scheduling.latency import HybridCost
 
 STREAM, OWNER = 0, 0
 PART_NS = 2_000_000
@@ -288,20 +288,13 @@ class ConductedRanks:
             return
         decoding = [it for it in rows if not it.prefills]
         pieces = self._fill(rows) if len(decoding) < len(rows) else []
-        by_master: dict[int, list[tuple[int, int]]] = {}
-        for row, length in pieces:
-            by_master.setdefault(row.master, []).append((length, row.computed))
-            if row.computed == row.first:
+        for row, _ in pieces:
+            if row.begins:
                 self._started(row)
         context = sum(it.context + len(it.ends) for it in decoding)
-        hybrid = self._hybrid(len(lease.work.ranks))
-        took = hybrid.predict_fixed(by_master.values(), len(decoding), context)
-        jump = Jump(
-            start_ns=self._timeline.now_ns,
-            batch=len(decoding),
-            first=took + (self._gap_ns << FRACTION_BITS),
-            growth=0,
-        )
+        cost = self._hybrid(len(lease.work.ranks))
+        now_ns = self._timeline.now_ns
+        jump = filled(now_ns, cost, pieces, len(decoding), context, self._gap_ns)
         self._timeline.at(
             jump.end_ns(1), lambda: self._iterated(lease, left - 1, jump, decoding, pieces)
         )

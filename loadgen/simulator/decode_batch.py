@@ -61,6 +61,11 @@ class Row:
         """It rides, and has not drawn its first token."""
         return self.computed < self.prompt
 
+    @property
+    def begins(self) -> bool:
+        """It rides, and nothing of its prompt is computed that was not before."""
+        return self.computed == self.first
+
 
 @dataclass(frozen=True, slots=True)
 class Jump:
@@ -88,6 +93,28 @@ class Jump:
             else:
                 low = middle + 1
         return low
+
+
+def filled(
+    start_ns: int,
+    cost: HybridCost,
+    pieces: Iterable[tuple[Row, int]],
+    batch: int,
+    context: int,
+    gap_ns: int,
+) -> Jump:
+    """One iteration, filled with pieces of prompts.
+
+    Args:
+        pieces: of whom, and how many tokens.
+        batch: rows that decode, which attend to so much `context` together.
+        gap_ns: after it.
+    """
+    by_master: dict[int, list[tuple[int, int]]] = {}
+    for row, length in pieces:
+        by_master.setdefault(row.master, []).append((length, row.computed))
+    took = cost.predict_fixed(by_master.values(), batch, context)
+    return Jump(start_ns=start_ns, batch=batch, first=took + (gap_ns << FRACTION_BITS), growth=0)
 
 
 class IterationLog:
@@ -288,15 +315,12 @@ class DecodeBatch:
         riders = list(self._riders.values())
         lengths = fill(states((*self._rows.values(), *riders)), self._budget)[batch:]
         self._pieces = [it for it in zip(riders, lengths, strict=True) if it[1]]
-        by_master: dict[int, list[tuple[int, int]]] = {}
-        for row, length in self._pieces:
-            by_master.setdefault(row.master, []).append((length, row.computed))
-            if row.computed == row.first:
+        for row, _ in self._pieces:
+            if row.begins:
                 self._started(row)
         assert self._hybrid is not None, "nobody rides here"
-        took = self._hybrid().predict_fixed(by_master.values(), batch, self._context)
-        first = took + (self._gap_ns << FRACTION_BITS)
-        self._jump = Jump(start_ns=self._timeline.now_ns, batch=batch, first=first, growth=0)
+        now_ns, cost = self._timeline.now_ns, self._hybrid()
+        self._jump = filled(now_ns, cost, self._pieces, batch, self._context, self._gap_ns)
         self._length = 1
         self._schedule(self._jump.end_ns(1))
 

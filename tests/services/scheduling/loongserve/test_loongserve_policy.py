@@ -169,7 +169,9 @@ def test_nothing_is_evicted_and_nobody_is_passed_for_ever(seed: int, move: int) 
         kv={"bytes_per_token": 1000, "layers": 4},
     )
     watched = Watched(arrivals, model, max_num_ooe=rounds, move_us_per_1k_tokens=move)
-    assert bool(move) >= any(isinstance(it, MoveKv) for _, it in watched.commands)
+    moved = any(isinstance(it, MoveKv) for _, it in watched.commands)
+    if move == 0 or slots > 300:  # where there are few, little is gained by it
+        assert moved == bool(move)
     assert all(it.sequences == 1 and not it.error for it in watched.run.outcomes)
     passed = dict.fromkeys(range(1, len(arrivals) + 1), 0)
     waiting: dict[int, None] = {}
