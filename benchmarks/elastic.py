@@ -2,18 +2,20 @@
 
     python benchmarks/elastic.py [--instances 4] [--lengths 2048 8192] [--json FILE]
 
-- *scale-down*: a prompt that all instances compute and one keeps, of which storing what comes by
-  and sending the last layer is the cost (proactive, LoongServe §4.1); beside it the same prompt
-  kept where it was computed and moved to one instance afterwards, while it decodes (reactive)
+- *scale-down*: a prompt that all instances compute in a ring, kept where it was computed and kept
+  by one of them, in turns: what the second takes longer is the cost (proactive, LoongServe §4.1).
+  Beside it how long the ranks read, sent, awaited and stored what they do not keep, and the same
+  prompt moved to one instance afterwards, while it decodes (reactive)
 - *preemption*: time between the tokens of a row that decodes on an instance, alone and beside a
   prompt that all instances compute
-- *scale-up*: an iteration of batches whose prompts lie on one instance, drawn and kept by it, and
-  drawn and kept by two without a token being moved
-- *masters*: an iteration of batches whose KV lies on two instances, drawn by one and by both
-- *Eq. 7*: LoongServe's time of a prefill iteration, fitted to some steps of all instances and
-  compared with others
+- *decoding*: an iteration of batches that lie on one instance; the same once it has scaled up, so
+  that two draw and keep the answers and no prompt has moved; and batches every prompt of which lies
+  on two instances by halves, drawn by one master and by two
+- *Eq. 7*: LoongServe's time of a prefill iteration, fitted to some steps of one, two and all
+  instances and compared with others
 
-Medians of `--rounds`. Ranks have one thread each, whatever cores there are.
+Medians of `--rounds`, of scale-down `--pairs`. Ranks have one thread each, whatever cores there
+are.
 """
 
 from __future__ import annotations
@@ -66,42 +68,59 @@ def main() -> None:
     parser = report.with_json_option(argparse.ArgumentParser(description=__doc__.split("\n")[0]))
     parser.add_argument("--instances", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--context", type=int, default=1024, help="of each row of a batch")
+    parser.add_argument(
+        "--batches",
+        type=_batch,
+        nargs="+",
+        default=[(1, 1024), (8, 1024), (32, 1024), (4, 16384)],
+        metavar="ROWSxCONTEXT",
+    )
+    parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--iterations", type=int, default=100, help="of each batch")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     downs, others = asyncio.run(_measure(args))
     for rows in others.values():
         report.print_table(rows)
-    figures = {"instances": args.instances, "rounds": args.rounds, "context": args.context}
+    figures = {"instances": args.instances, "rounds": args.rounds, "pairs": args.pairs}
     report.publish({"benchmark": "elastic", **figures, **others}, downs, args.json)
+
+
+def _batch(text: str) -> tuple[int, int]:
+    rows, _, context = text.partition("x")
+    return int(rows), int(context)
 
 
 async def _measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[Row]]]:
     """What scaling down costs, and all else by what it is."""
     async with _gang(args.instances) as gang:
         await gang.prefill(512, gang.everyone, [0])  # warms up
-        downs = [await _scale_down(gang, length, args.rounds) for length in args.lengths]
+        downs = [await _scale_down(gang, length, args) for length in args.lengths]
         return downs, {
             "preemption": [await _preemption(gang, max(args.lengths), args.iterations)],
-            "scale_up": [await _scale_up(gang, it, args) for it in args.batches],
-            "masters": [await _masters(gang, it, args) for it in args.batches],
-            "equation_7": await _equation_7(gang, args),
+            "decoding": [await _decoding(gang, it, args) for it in args.batches],
+            "equation_7": [
+                row
+                for count in sorted({1, 2, args.instances})
+                for row in await _equation_7(gang, gang.everyone[:count], args)
+            ],
         }
 
 
-async def _scale_down(gang: _Gang, length: int, rounds: int) -> Row:
+async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row:
     found = defaultdict(list)
-    for _ in range(rounds):
+    for _ in range(args.pairs):
+        kept = _seconds(await gang.prefill(length, gang.everyone, gang.everyone))
         down = await gang.prefill(length, gang.everyone, [0])
-        found["prefill_s"].append(_seconds(down))
-        found["scale_down_share"].append(max(it.placing_s for it in down) / _seconds(down))
+        found["prefill_s"].append(kept)
+        found["scale_down_share"].append(_seconds(down) / kept - 1)
+        found["placing_share"].append(max(it.placing_s for it in down) / _seconds(down))
         found["scale_down_bytes"].append(sum(it.placed_bytes for it in down))
-        row, kept = await gang.decode(length, gang.everyone, gang.everyone)
+    for _ in range(args.rounds):
+        row, done = await gang.decode(length, gang.everyone, gang.everyone)
         moved = await gang.move(row, length, gang.everyone, [0])
         await gang.forget([row])
-        found["migrate_share"].append(max(it.seconds for it in moved) / _seconds(kept))
+        found["migrate_share"].append(max(it.seconds for it in moved) / _seconds(done))
         found["migrate_bytes"].append(sum(it.sent_bytes for it in moved))
     return {"tokens": length, **_medians(found)}
 
@@ -124,61 +143,65 @@ async def _preemption(gang: _Gang, length: int, tokens: int) -> Row:
     }
 
 
-async def _scale_up(gang: _Gang, batch: int, args: argparse.Namespace) -> Row:
-    """Halves of the rows are drawn and kept by a second instance."""
-    one = await _iteration_ms(gang, args, [([0], 0, 0)] * batch)
-    two = await _iteration_ms(gang, args, [([0], n % 2, n % 2) for n in range(batch)])
-    return {"batch": batch, "kept_by_one_ms": one, "by_two_ms": two, "gain": one / two}
-
-
-async def _masters(gang: _Gang, batch: int, args: argparse.Namespace) -> Row:
-    one = await _iteration_ms(gang, args, [([0, 1], 0, n % 2) for n in range(batch)])
-    two = await _iteration_ms(gang, args, [([0, 1], n % 2, n % 2) for n in range(batch)])
-    return {"batch": batch, "one_master_ms": one, "two_masters_ms": two, "gain": one / two}
+async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespace) -> Row:
+    count, context = batch
+    ways: dict[str, list[tuple[list[int], int, int]]] = {
+        "one_ms": [([0], 0, 0)] * count,
+        "scaled_up_ms": [([0], n % 2, n % 2) for n in range(count)],
+        "halves_one_master_ms": [([0, 1], 0, n % 2) for n in range(count)],
+        "halves_two_masters_ms": [([0, 1], n % 2, n % 2) for n in range(count)],
+    }
+    found = defaultdict(list)
+    for _ in range(args.rounds):
+        for way, rows in ways.items():
+            found[way].append(await _iteration_ms(gang, context, args.iterations, rows))
+    medians = _medians(found)
+    gains = {
+        f"{way.removesuffix('_ms')}_gain": medians["one_ms"] / medians[way]
+        for way in ways
+        if way != "one_ms"
+    }
+    return {"rows": count, "context": context, **medians, **gains}
 
 
 async def _iteration_ms(
-    gang: _Gang, args: argparse.Namespace, rows: Sequence[tuple[list[int], int, int]]
+    gang: _Gang, context: int, iterations: int, rows: Sequence[tuple[list[int], int, int]]
 ) -> float:
     """Of a batch; each row with holders of its prompt, a master and a keeper of its answer."""
     numbers = [
-        (await gang.decode(args.context, holders, holders, master=master, keeper=keeper))[0]
+        (await gang.decode(context, holders, holders, master=master, keeper=keeper))[0]
         for holders, master, keeper in rows
     ]
     before = (await gang.client.stats())[0]
-    await gang.until(lambda: all(len(gang.stamps[it]) > args.iterations for it in numbers[-1:]))
+    await gang.until(lambda: len(gang.stamps[numbers[-1]]) > iterations)
     after = (await gang.client.stats())[0]
     await gang.forget(numbers)
-    iterations = after.iterations - before.iterations
-    return 1e3 * (after.iterating_s - before.iterating_s) / iterations
+    counted = after.iterations - before.iterations
+    return 1e3 * (after.iterating_s - before.iterating_s) / counted
 
 
-async def _equation_7(gang: _Gang, args: argparse.Namespace) -> list[Row]:
-    """Of lengths up to the longest; two of them are held out."""
+async def _equation_7(gang: _Gang, group: list[int], args: argparse.Namespace) -> list[Row]:
+    """Of lengths up to the longest, by one group; every other one is held out."""
     longest = max(args.lengths)
-    lengths = [longest * part // 8 for part in (1, 2, 3, 4, 6, 8)]
+    lengths = [longest * part // 16 for part in (1, 2, 3, 4, 6, 8, 10, 12, 16)]
     seconds = {
         length: statistics.median(
-            [_seconds(await gang.prefill(length, gang.everyone, [0])) for _ in range(args.rounds)]
+            [_seconds(await gang.prefill(length, group, [0])) for _ in range(args.rounds)]
         )
         for length in lengths
     }
-    held_out = lengths[2], lengths[4]
     fitted = fit_step(
-        [
-            StepMeasurement(rows=((it, 0),), seconds=seconds[it])
-            for it in lengths
-            if it not in held_out
-        ]
+        [StepMeasurement(rows=((it, 0),), seconds=seconds[it]) for it in lengths[::2]]
     )
     return [
         {
+            "instances": len(group),
             "held_out_tokens": it,
             "measured_s": seconds[it],
             "predicted_s": fitted.predict_ns(it) / 1e9,
             "error": fitted.predict_ns(it) / 1e9 / seconds[it] - 1,
         }
-        for it in held_out
+        for it in lengths[1::2]
     ]
 
 
