@@ -2,10 +2,10 @@
 
     python benchmarks/elastic_compare.py [--instances 4] [--rate 1] [--requests 80] [--json FILE]
 
-`csps profile steps` measures the ranks first, all of them busy at once (with `--sib FILE` only
-what is missing there). Then the same requests come at the same times to a deployed server with an
-elastic gang and the policy `loongserve`, and to the simulator with what was measured. Bounds: the
-median TTFT within 10 %, P95 within 20 %.
+`csps profile steps` and `ring`, which is how several instances attend, measure the ranks first
+(with `--sib FILE` only what is missing there). Then the same requests come at the same times to a
+deployed server with an elastic gang and the policy `loongserve`, and to the simulator with what was
+measured. Bounds: the median TTFT within 10 %, P95 within 20 %.
 """
 
 from __future__ import annotations
@@ -101,11 +101,12 @@ def _settings(args: argparse.Namespace, sib: Path) -> dict[str, Any]:
 def _profile(settings: dict[str, Any], folder: Path, sib: Path, args: argparse.Namespace) -> None:
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(serve_config(settings, PORT)))
-    command = [sys.executable, "-m", "csps.cli", "profile", "steps"]
-    command += ["--config", str(config), "--sib", str(sib)]
-    command += ["--quick"] if args.quick else []
-    command += ["--limit", str(args.limit)] if args.limit is not None else []
-    subprocess.run(command, check=True, timeout=PROFILE_S)
+    for what in ("steps", "ring"):
+        command = [sys.executable, "-m", "csps.cli", "profile", what]
+        command += ["--config", str(config), "--sib", str(sib)]
+        command += ["--quick"] if args.quick else []
+        command += ["--limit", str(args.limit)] if args.limit is not None else []
+        subprocess.run(command, check=True, timeout=PROFILE_S)
 
 
 def _cluster(args: argparse.Namespace, sib: Path) -> dict[str, Any]:

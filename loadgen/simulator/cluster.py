@@ -111,8 +111,13 @@ class ClusterModel:
         size = tokens * self.kv_bytes_per_token
         return self.inside.latency_ns + size * 1_000_000_000 // self.inside.bytes_per_s
 
+    @cached_property
+    def _strategies(self) -> frozenset[str]:
+        return frozenset(key.strategy for key, _ in self.table.steps if key.tp == self.prefill.tp)
+
     def step_ns(self, step: RunStep) -> int:
-        """What a step takes: the table has one strategy, whatever the step's is called."""
-        cost = self.table.step(len(step.group), self.prefill.tp)
+        """What a step takes: by its strategy where that was measured, else by exact attention."""
+        strategy = step.strategy if step.strategy in self._strategies else ""
+        cost = self.table.step(len(step.group), self.prefill.tp, strategy)
         rows = ((piece.length, piece.start) for piece in step.pieces)
         return cost.predict_batch_ns(rows) + self.step_gap_ns

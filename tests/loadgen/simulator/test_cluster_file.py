@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from csps.configurator.scaling_information_base import (
 )
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
 from csps.protocols.errors import ConfigError
+from csps.services.scheduling.commands import Piece, RunStep
+from csps.services.scheduling.latency import LatencyKey, StepCost
 from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800, TETRIS_TABLE_1
 
 SMALL: dict[str, Any] = {
@@ -76,6 +79,26 @@ def test_latencies_come_from_a_profile_of_another_machine(tmp_path: Path) -> Non
     missing = {**data, "latency": {"sib": str(tmp_path / "none")}}
     with pytest.raises(ConfigError, match="there is no"):
         parse_cluster(missing, name="small")
+
+
+@pytest.mark.parametrize(("strategy", "token_s"), [("ring_kv", 2e-3), ("ulysses", 0.5e-3)])
+def test_a_step_takes_what_was_measured_with_its_strategy(strategy: str, token_s: float) -> None:
+    """The file has times of one instance, two of which take half as long for a token."""
+    model = parse_cluster(SMALL, name="small")
+    ring = LatencyKey(strategy="ring_kv", sp=2, tp=1), StepCost.of_seconds(0.1, 2e-3, 0, 0)
+    model = replace(model, table=replace(model.table, steps=(*model.table.steps, ring)))
+    step = RunStep(
+        step=1,
+        group=(0, 1),
+        bounds=(0, 50, 100),
+        pieces=(Piece(1, 0, 100),),
+        history=((),),
+        strategy=strategy,
+        cls="exact",
+        urgent=False,
+        ends_ns=0,
+    )
+    assert model.step_ns(step) == round((0.1 + 100 * token_s) * 1e9) + model.step_gap_ns
 
 
 def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
