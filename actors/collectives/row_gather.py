@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.collectives.row_shards import RowShards
 from csps.actors.collectives.row_stream import RowStream
 from csps.actors.followers import Task
 from csps.actors.mesh import Tag
 from csps.actors.transfers import Transfer, Transfers
+from csps.protocols.row_part import RowPart
 
 
 class RowGather(RowStream):

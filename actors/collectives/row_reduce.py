@@ -8,11 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.collectives.row_shards import RowShards
 from csps.actors.collectives.row_stream import RowStream
 from csps.actors.followers import Task
 from csps.actors.mesh import Tag
 from csps.actors.transfers import Transfers
+from csps.protocols.row_part import RowPart
 
 
 class RowReduce(RowStream):

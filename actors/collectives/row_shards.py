@@ -9,28 +9,7 @@ from functools import cached_property
 from csps.actors.collectives.row_tree import MakeTree, RowTree
 from csps.actors.mesh import Mesh
 from csps.protocols.even_share import even_share
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """A micro-partition: neighbouring rows of one owner."""
-
-    owner: int
-    start: int
-    """First row in the whole batch."""
-    stop: int
-    index: int
-    """Among the owner's parts."""
-
-    @property
-    def rows(self) -> slice:
-        """Rows in the whole batch."""
-        return slice(self.start, self.stop)
-
-    @property
-    def length(self) -> int:
-        """Rows in the part."""
-        return self.stop - self.start
+from csps.protocols.row_part import RowPart
 
 
 @dataclass(frozen=True, kw_only=True)

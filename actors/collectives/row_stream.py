@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-from csps.actors.collectives.row_shards import RowPart, RowShards
+from csps.actors.collectives.row_shards import RowShards
 from csps.actors.timeline import Phase
 from csps.actors.transfers import Label, Transfer, Transfers
+from csps.protocols.row_part import RowPart
 
 
 class RowStream(ABC):

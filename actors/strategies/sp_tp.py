@@ -26,7 +26,6 @@ from torch import Tensor
 
 from csps.actors.collectives.row_gather import RowGather, all_gather
 from csps.actors.collectives.row_reduce import RowReduce
-from csps.actors.collectives.row_shards import RowPart
 from csps.actors.collectives.row_tree import flat_tree, server_tree
 from csps.actors.engine.engine import Engine
 from csps.actors.levels.geometry import LevelGeometry, spanning_parts
@@ -41,18 +40,19 @@ from csps.actors.strategies.rank_shards import instance_shards, rank_shards
 from csps.actors.strategies.sp_tp_attention import HeadBlock
 from csps.actors.strategies.sp_tp_far_keys import FarKeys, FarParts
 from csps.actors.strategies.sp_tp_layer import SpTpLayer
-from csps.actors.strategies.sp_tp_schedule import (
+from csps.actors.strategies.strategy import Keep
+from csps.actors.strategies.with_transfers import WithTransfers
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+from csps.protocols.csa import CsaPlan
+from csps.protocols.row_part import RowPart
+from csps.protocols.sp_tp_schedule import (
     Step,
     near_to_far,
     one_after_another,
     own_before_far,
     with_history,
 )
-from csps.actors.strategies.strategy import Keep
-from csps.actors.strategies.with_transfers import WithTransfers
-from csps.models.network import Layer
-from csps.models.rope import Rotary
-from csps.protocols.csa import CsaPlan
 from csps.protocols.span import Span
 
 

@@ -16,7 +16,12 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.history import Asked, History
 from csps.actors.strategies.sp_tp_attention import HeadBlock, RowAttention
 from csps.actors.strategies.sp_tp_far_keys import FarKeys
-from csps.actors.strategies.sp_tp_schedule import (
+from csps.actors.timeline import Phase
+from csps.actors.transfers import Transfers
+from csps.kernels.merge import merge_into, nothing_seen
+from csps.models.network import Layer
+from csps.models.rope import Rotary
+from csps.protocols.sp_tp_schedule import (
     AskHistory,
     Attend,
     HandOn,
@@ -25,11 +30,6 @@ from csps.actors.strategies.sp_tp_schedule import (
     Step,
     Wait,
 )
-from csps.actors.timeline import Phase
-from csps.actors.transfers import Transfers
-from csps.kernels.merge import merge_into, nothing_seen
-from csps.models.network import Layer
-from csps.models.rope import Rotary
 
 
 class SpTpLayer:

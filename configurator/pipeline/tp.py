@@ -2,7 +2,8 @@
 
 Rows are gathered along trees that enter each server once, near members first; a rank projects and
 attends to what has come, own heads only, and hands a micro-partition of outputs on, in ascending
-order of rows, as soon as its last keys have come. The sums go up the same trees.
+order of rows, as soon as its last keys have come (`protocols.sp_tp_schedule`, as the ranks do). The
+sums go up the same trees.
 
 Of the series of Eq. 7, T_1st_a2a is here the all-gather and T_2nd_a2a the reduce-scatter. Drop
 ratios shorten T_attn alone: all queries are computed and all rows sent.
@@ -12,10 +13,8 @@ Shape suffixes: c configurations, r ranks, j owners of keys, g KV heads, s sende
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -24,6 +23,8 @@ from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Secon
 from csps.configurator.pipeline.script import Script
 from csps.configurator.shapes import head_shares
 from csps.protocols.row_gates import gates
+from csps.protocols.row_part import RowPart
+from csps.protocols.sp_tp_schedule import Attend, HandOn, Wait, near_to_far, own_before_far
 from csps.protocols.topology import Topology
 
 
@@ -42,93 +43,6 @@ def simulate_tp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -
         spts: tokens of each member.
     """
     return _TpLayer(group, cases, spts).run()
-
-
-@dataclass(frozen=True)
-class Attend:
-    """Rows to the keys of some owners; of their own up to themselves."""
-
-    rows: Rows
-    owners: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Arrive:
-    """Rows are waited for and projected."""
-
-    rows: Rows
-
-
-@dataclass(frozen=True)
-class HandOn:
-    """The attention of rows is complete."""
-
-    rows: Rows
-
-
-@dataclass(frozen=True)
-class Judge:
-    """Which keys the layer itself keeps."""
-
-
-Step = Arrive | Attend | HandOn | Judge
-
-
-def own_before_far(distances: Sequence[int], micros: int) -> Iterator[Step]:
-    """The same in a layer that judges its own keys, with all rows there."""
-    owners = range(len(distances))
-    to_go = deque(Rows(owner, micro) for owner in owners for micro in range(micros))
-    complete: set[Rows] = set()
-
-    def hand_on(rows: Rows) -> Iterator[Step]:
-        complete.add(rows)
-        while to_go and to_go[0] in complete:
-            yield HandOn(to_go.popleft())
-
-    for owner in sorted(owners, key=lambda owner: (distances[owner], owner)):
-        for micro in range(micros):
-            yield Arrive(Rows(owner, micro))
-            yield Attend(Rows(owner, micro), (owner,))
-            if owner == 0:
-                yield from hand_on(Rows(owner, micro))
-    yield Judge()
-    for owner in owners[1:]:
-        for micro in range(micros):
-            yield Attend(Rows(owner, micro), tuple(range(owner)))
-            yield from hand_on(Rows(owner, micro))
-
-
-def near_to_far(distances: Sequence[int], micros: int) -> Iterator[Step]:
-    """What a rank does, in order (`actors.strategies.sp_tp_schedule`).
-
-    Args:
-        distances: of each owner from the rank.
-        micros: micro-partitions of each owner's rows.
-    """
-    owners = sorted(range(len(distances)), key=lambda owner: (distances[owner], owner))
-    unseen = {owner: set(range(owner + 1)) for owner in owners}
-    to_go = deque(Rows(owner, micro) for owner in range(len(distances)) for micro in range(micros))
-    seen_by = {rows: set[int]() for rows in to_go}
-
-    def attend(rows: Rows, keys: Iterable[int]) -> Iterator[Step]:
-        new = sorted(unseen[rows.owner].intersection(keys) - seen_by[rows])
-        if new:
-            yield Attend(rows, tuple(new))
-            seen_by[rows].update(new)
-        while to_go and seen_by[to_go[0]] == unseen[to_go[0].owner]:
-            yield HandOn(to_go.popleft())
-
-    here: list[int] = []
-    for _, stage in groupby(owners, key=lambda owner: distances[owner]):
-        nearer, coming = sorted(here), list(stage)
-        for owner in coming:
-            here.append(owner)
-            for micro in range(micros):
-                yield Arrive(Rows(owner, micro))
-                yield from attend(Rows(owner, micro), here)
-        for owner in nearer:
-            for micro in range(micros):
-                yield from attend(Rows(owner, micro), coming)
 
 
 class _TpLayer:
@@ -229,28 +143,45 @@ class _TpLayer:
         if rank not in self._takers:
             self._only_collect(rank)
             return
-        in_order = own_before_far if self._cases.same_c.any() else near_to_far
-        steps = in_order(self._distances(rank), self._micros)
-        handed_on = []
-        for step in steps:
+        same = bool(self._cases.same_c.any())
+        in_order = own_before_far if same else near_to_far
+        handed_on, judged = [], not same
+        for step in in_order(self._unit_parts(), self._distances(rank)):
             match step:
-                case Arrive(rows):
-                    if (number := self._brings.get((rows, rank))) is not None:
+                case Wait(part):
+                    if (number := self._brings.get((_rows(part), rank))) is not None:
                         self._script.do_on(rank, Op.WAIT, number)
-                    self._script.compute_on(rank, self._projection(rank, rows))
-                case Attend(rows, owners):
+                    self._script.compute_on(rank, self._projection(rank, _rows(part)))
+                case Attend((first, _), keys):
+                    rows, owners = self._rows_of(first), self._owners(keys)
+                    if not judged and owners != (rows.owner,):
+                        self._script.compute_on(rank, self._judging(rank, self._cases.same_c))
+                        judged = True
                     self._script.compute_on(rank, self._attention(rank, rows, owners))
-                case Judge():
-                    self._script.compute_on(rank, self._judging(rank, self._cases.same_c))
-                case HandOn(rows):
-                    self._script.compute_on(rank, self._output(rank, rows))
+                case HandOn(part):
+                    self._script.compute_on(rank, self._output(rank, _rows(part)))
                     if self._cases.pipelined:
-                        self._begin_sums(rank, rows)
+                        self._begin_sums(rank, _rows(part))
                     else:
-                        handed_on.append(rows)
+                        handed_on.append(_rows(part))
         for rows in handed_on:
             self._begin_sums(rank, rows)
         self._script.compute_on(rank, self._judging(rank, self._cases.judges_c))
+
+    def _unit_parts(self) -> list[RowPart]:
+        """All parts as if each had one row, for the order in which they are worked off."""
+        return [
+            RowPart(owner=at // self._micros, start=at, stop=at + 1, index=at % self._micros)
+            for at in range(self._group.members * self._micros)
+        ]
+
+    def _rows_of(self, number: int) -> Rows:
+        return Rows(*divmod(number, self._micros))
+
+    def _owners(self, numbers: tuple[int, int]) -> tuple[int, ...]:
+        """Of neighbouring parts."""
+        first, stop = numbers
+        return tuple(range(first // self._micros, (stop - 1) // self._micros + 1))
 
     def _only_collect(self, rank: int) -> None:
         for micro in range(self._micros):
@@ -336,3 +267,7 @@ class _TpLayer:
         window_c = np.minimum(self._cases.window_c, self._spts.sum()) * judges_c
         pairs_c = window_c * self._spts.sum() * len(self._shares[rank][0])
         return self._group.times.importance.seconds(pairs_c.astype(float))
+
+
+def _rows(part: RowPart) -> Rows:
+    return Rows(part.owner, part.index)

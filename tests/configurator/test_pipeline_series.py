@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from pipeline_groups import PLACES, TIMES, TWO_SERVERS, cases, group
 from property_examples import examples
 
-from csps.actors.collectives.row_shards import RowPart
 from csps.actors.collectives.row_tree import server_tree
 from csps.actors.csa.routes import HeadCounts, Routes, SegmentRoutes
 from csps.actors.levels.geometry import LevelGeometry, spanning_parts
 from csps.actors.levels.schedule import kept_counts
-from csps.actors.strategies import sp_tp_schedule
 from csps.configurator.phase_times import AttentionTimes, ExchangeTimes, Line, PhaseTimes
 from csps.configurator.pipeline import ntp, tp
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
@@ -171,35 +169,6 @@ def test_outputs_go_back_as_the_engine_sends_them(
                                 heads = block.queries.stop - block.queries.start
                                 expected[home] += (tokens.stop - tokens.start) * heads * row
                     assert np.array_equal(back_csr[c, owner], expected)
-
-
-@pytest.mark.parametrize("name", ["near_to_far", "own_before_far"])
-@pytest.mark.parametrize("locations", PLACES[1:])
-@given(st.data())
-@settings(max_examples=examples(20))
-def test_steps_of_sp_tp_are_in_the_engines_order(
-    locations: tuple[str, ...], name: str, data: st.DataObject
-) -> None:
-    micros, members = data.draw(st.integers(1, 3)), len(locations)
-    distances = [data.draw(st.integers(1, 3)) for _ in locations]
-    distances[data.draw(st.integers(0, members - 1))] = 0
-    parts = [
-        RowPart(owner, 10 * (owner * micros + micro), 10 * (owner * micros + micro + 1), micro)
-        for owner in range(members)
-        for micro in range(micros)
-    ]
-    expected = [
-        (type(step).__name__, step.part.owner, step.part.index)
-        for step in getattr(sp_tp_schedule, name)(parts, distances)
-        if isinstance(step, sp_tp_schedule.Wait | sp_tp_schedule.HandOn)
-    ]
-    names = {tp.Arrive: "Wait", tp.HandOn: "HandOn"}
-    found = [
-        (names[type(step)], step.rows.owner, step.rows.micro)
-        for step in getattr(tp, name)(distances, micros)
-        if not isinstance(step, tp.Attend | tp.Judge)
-    ]
-    assert found == expected
 
 
 @pytest.mark.parametrize("locations", PLACES)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from csps.actors.collectives.row_shards import RowPart
+from csps.protocols.row_part import RowPart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.collectives.row_shards import RowPart
-from csps.actors.strategies.sp_tp_schedule import (
+from csps.protocols.even_share import even_share
+from csps.protocols.row_part import RowPart
+from csps.protocols.sp_tp_schedule import (
     Attend,
     HandOn,
     Project,
@@ -18,7 +19,6 @@ from csps.actors.strategies.sp_tp_schedule import (
     one_after_another,
     own_before_far,
 )
-from csps.protocols.even_share import even_share
 
 
 def parts_of(lengths: Sequence[int], micro_partitions: int) -> tuple[RowPart, ...]:
