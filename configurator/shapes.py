@@ -41,6 +41,11 @@ class AttentionShape:
         return 2 * self.hidden * (self.width + self.kv_width)
 
 
+def lse_elements(element_bytes: int) -> int:
+    """Elements of a dtype that one fp32 LSE takes on a wire; at least one."""
+    return max(1, 4 // element_bytes)
+
+
 def head_shares(heads: int, kv_heads: int, parts: int) -> Iterator[tuple[range, range]]:
     """Query heads of each part, and the KV heads that they read; a KV head goes to every part one
     of whose query heads reads it."""

@@ -21,7 +21,7 @@ from csps.configurator.scaling_information_base import (
     PhaseRow,
     ScalingInformationBase,
 )
-from csps.configurator.shapes import AttentionShape
+from csps.configurator.shapes import AttentionShape, lse_elements
 from csps.configurator.step_overheads import with_overheads
 from csps.loadgen.simulator.cluster_file import (
     BITS_PER_BYTE,
@@ -130,7 +130,7 @@ def _group(file: HardwareFile, folder: Path, instances: int | None) -> Simulated
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
             layers=model.layers,
-            lse=4 // min(4, model.element_bytes),
+            lse=lse_elements(model.element_bytes),
         ),
         locations=tuple(locations),
         tp=tp,

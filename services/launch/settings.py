@@ -409,6 +409,11 @@ class Settings(Section):
         raise ConfigError(f"model: no config.json in {abridged(self.model, 200)}")
 
     @property
+    def element_bytes(self) -> int:
+        """Of a number of `dtype`."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or Path(self.model).name

@@ -11,7 +11,7 @@ from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
 from csps.configurator.profiles import fit_phases, link_speed
 from csps.configurator.scaling_information_base import LinkRow, PhaseRow, ScalingInformationBase
-from csps.configurator.shapes import AttentionShape
+from csps.configurator.shapes import AttentionShape, lse_elements
 from csps.configurator.step_overheads import with_overheads
 from csps.models.spec import ModelSpec, read_spec
 from csps.protocols.topology import Topology
@@ -42,7 +42,6 @@ class MeasuredGroups:
         times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
         inside = link_speed(base.rows(LinkRow), INSIDE)
         slower = settings.topology.link_ratio
-        element = 4 if settings.dtype == "float32" else 2
         gang = settings.prefilling
         on_gpu = resolve_device(settings.device, gang.num_gpus) == "cuda"
         alone = cls(
@@ -51,7 +50,7 @@ class MeasuredGroups:
             times=times,
             inside=inside,
             between=LinkSpeed(bytes_per_s=inside.bytes_per_s / slower, latency_s=inside.latency_s),
-            itemsize=element,
+            itemsize=settings.element_bytes,
             cores=None if on_gpu else (os.cpu_count() or 1) / (gang.threads * gang.tp),
         )
         return replace(alone, times=with_overheads(alone.of_servers([1], tp), rows))
@@ -92,5 +91,5 @@ def shape_of(spec: ModelSpec, settings: Settings) -> AttentionShape:
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         layers=spec.layers,
-        lse=1 if settings.dtype == "float32" else 2,
+        lse=lse_elements(settings.element_bytes),
     )

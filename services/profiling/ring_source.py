@@ -44,7 +44,7 @@ def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:
         model=RingModel(
             heads=spec.heads,
             kv_heads=spec.kv_heads,
-            element_bytes=4 if settings.dtype == "float32" else 2,
+            element_bytes=settings.element_bytes,
         ),
         inside=RingSpeeds(flops=flops, bytes_per_s=inside),
         between=RingSpeeds(flops=flops, bytes_per_s=between),
