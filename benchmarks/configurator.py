@@ -6,7 +6,8 @@
         [--lengths 4096 8192 16384] [--configurations 72] [--rounds 3] [--measured FILE]
     python benchmarks/configurator.py live --base-url URL [--length 32768] [--rounds 7]
 
-Each takes less than eight minutes, and `--json FILE` keeps its rows.
+Each takes less than eight minutes, and `--json FILE` keeps its rows, of which
+`configurator_table.py` makes one table with what is aimed at.
 
 `lookup`: processor time of one look-up in a cost table whose buckets have all options.
 `oracle`: regressors learn from the lengths of `csps train` and are asked for those of the cost

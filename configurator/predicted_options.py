@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from csps.configurator.answering import Answerer, exact_seconds
-from csps.configurator.enumeration import Loss
+from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import WHOLE
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.regressors.accuracy import AccuracyModel
-from csps.configurator.search import Found, Question, chosen, compared
+from csps.configurator.search import Found
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.options import option_name
 from csps.protocols.plans import (
     ENGINE_NAMES,
     EXACT,
     LEVELS,
+    RINGS,
     SPARSE,
-    Objective,
     StrategyChoice,
     StrategyQuestion,
 )
@@ -33,8 +33,10 @@ RESOLUTION = 1 / 800
 """A loss of less than half a question of the 400 that a measured point has is none."""
 MOST_INSTANCES = 16
 """Of groups that are simulated while serving: larger ones would take minutes."""
+MOST_SP_TP = 4
+"""Instances of groups whose exact SP-TP is simulated while serving: the others would take long."""
 PAYS = 0.98
-"""Exact attention is cut and pipelined if it then takes no more than this of its time."""
+"""Another exact strategy is taken if it takes no more than this of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +58,42 @@ class PredictedOptions:
         given = {name: getattr(asked.csa, name) for name in asked.given}
         exact_s = exact_seconds(group, tokens)
         found = self.answerer.answers(group, tokens, loss, given)
-        return tuple(
-            self._choice(it, exact_s, given)
-            for it in sorted(found, key=lambda it: (it.loss, it.seconds))
+        if not found:
+            return ()
+        rings = [] if given else self._rings(group, tokens, exact_s, found)
+        return (
+            *rings,
+            *(
+                self._choice(it, exact_s, given)
+                for it in sorted(found, key=lambda it: (it.loss, it.seconds))
+            ),
         )
 
+    def _rings(
+        self, group: SimulatedGroup, tokens: int, exact_s: float, found: Sequence[Found]
+    ) -> list[StrategyChoice]:
+        """The better ring, if nothing else that is exact takes as little time."""
+        exact = min([exact_s, *(it.seconds for it in found if it.settings.lossless)])
+        seconds, ring = min((ring_seconds(group, it, tokens), it) for it in RINGS)
+        return [_exact_choice(ring, ring, seconds / exact_s)] if seconds < PAYS * exact else []
+
     def exact(self, asked: StrategyQuestion) -> StrategyChoice | None:
-        """Exact attention over levels where it pays, in micro-partitions that fit the links; None
-        where it does not."""
-        group, tokens, loss = self._asked(asked)
-        candidates = [
-            it for it in self.answerer.space.exact(group.locations) if it.strategy == "ntp"
+        """Whatever exact way is better than SP-NTP that is not cut: over levels, SP-TP, both in
+        micro-partitions that fit the links, or around a ring; None if none is. Behind history
+        SP-TP is not compared."""
+        group, tokens, history = self._group_of(asked), asked.tokens, asked.history
+        candidates = exact_candidates(self.answerer.space, group, history)
+        seconds = prefill_seconds(group, candidates, tokens, history).tolist()
+        exact_s = seconds[candidates.index(WHOLE)]
+        found = [
+            (taken, _engine_name(settings, asked_for=False), settings)
+            for taken, settings in zip(seconds, candidates, strict=True)
         ]
-        question = Question(group=group, tokens=tokens, objective=Objective())
-        best = chosen(question, compared(question, candidates, loss)).best
-        exact_s = exact_seconds(group, tokens)
-        return self._choice(best, exact_s, {}) if best.seconds < PAYS * exact_s else None
+        rings = [(ring_seconds(group, it, tokens, history), it, None) for it in RINGS]
+        best_s, name, settings = min([*found, *rings], key=lambda it: it[0])
+        if best_s >= PAYS * exact_s:
+            return None
+        return _exact_choice(option_name(name, settings), name, best_s / exact_s)
 
     def can_answer(self, asked: StrategyQuestion) -> bool:
         """Whether the group is small enough, and has work for all."""
@@ -79,11 +101,14 @@ class PredictedOptions:
         return instances <= min(MOST_INSTANCES, asked.tokens)
 
     def _asked(self, asked: StrategyQuestion) -> tuple[SimulatedGroup, int, Loss]:
-        group = self.group_of(asked.servers, asked.tp)
+        group = self._group_of(asked)
         loss = self.accuracy.of_group(
             group.locations, layers=group.shape.layers, tokens=asked.tokens
         )
         return group, asked.tokens, lambda configurations: _told_apart(loss(configurations))
+
+    def _group_of(self, asked: StrategyQuestion) -> SimulatedGroup:
+        return self.group_of(asked.servers, asked.tp)
 
     def _choice(self, found: Found, exact_s: float, given: Mapping[str, Any]) -> StrategyChoice:
         settings = found.settings
@@ -98,6 +123,30 @@ class PredictedOptions:
                 f"attention that is not cut, and to lose {found.loss:.1%} of accuracy"
             ),
         )
+
+
+def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[CsaSettings]:
+    """Of exact strategies that are not rings those that are compared: of SP-TP the one that is cut
+    into least, and none behind history."""
+    found = space.exact(group.locations)
+    by_tp = [it for it in found if it.strategy == "tp"]
+    few = by_tp[:1] if not history and group.members <= MOST_SP_TP else []
+    return [it for it in found if it.strategy == "ntp"] + few
+
+
+def _exact_choice(option: str, name: str, share: float) -> StrategyChoice:
+    """
+    Args:
+        share: of the time of exact SP-NTP that is not cut.
+    """
+    return StrategyChoice(
+        strategy=option,
+        permille=max(1, round(1000 * share)),
+        reason=(
+            f"'{name}', predicted to take {share:.0%} of the time of exact attention that is not "
+            "cut"
+        ),
+    )
 
 
 def predicted_loss(accuracy: AccuracyModel, asked: StrategyQuestion, layers: int) -> float:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.plans import Objective
+from csps.protocols.plans import RINGS, Objective, Ring
 
 AT_ONCE = 2_048
 """Configurations that are simulated together."""
@@ -31,6 +31,8 @@ class Found(NamedTuple):
     seconds: float
     """TTFT, without queueing."""
     loss: float
+    ring: Ring | None = None
+    """Computed around it instead, which has no settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,16 @@ def _least_loss(question: Question, space: Space, loss: Loss) -> Answer:
         if fast and (not after or losses[after[0]] > min(fast) + SAME):
             break
     return chosen(question, found)
+
+
+def with_rings(question: Question, answer: Answer) -> Answer:
+    """The same answer with exact attention around either ring compared as well."""
+    group = question.group
+    rings = [
+        Found(WHOLE, ring_seconds(group, ring, question.tokens), 0.0, ring)
+        for ring in (RINGS if group.members > 1 else ())
+    ]
+    return chosen(question, [answer.best, *answer.runners_up, *rings])
 
 
 def admissible(question: Question, space: Space, loss: Loss) -> Iterator[CsaSettings]:

@@ -77,8 +77,7 @@ class StrategyRules:
             return (_without(usual, MANY) if asked.bounded else usual,)
         if asked.bounded:
             return predicted.options(asked) or (_without(usual, NOTHING),)
-        # Inside a server exchanges are short, and what is cut is more work.
-        return (predicted.exact(asked) or usual if len(asked.servers) > 1 else usual,)
+        return (predicted.exact(asked) or usual,)
 
     def _loss(self, asked: StrategyQuestion) -> float | None:
         """Of drop ratios that the client has fixed."""

@@ -177,6 +177,8 @@ class StrategyQuestion:
     tp: int
     tokens: int
     """A length in the middle of the bucket."""
+    history: int = 0
+    """Tokens before them whose KV was kept, evenly over the group; a length in the middle, too."""
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -204,8 +206,8 @@ class StrategyChoice:
     reason: str
     """For it, for people."""
     permille: int = 1000
-    """Its time in thousandths of what exact attention takes that is not cut; of an option without
-    settings, of what is known of it by its name."""
+    """Its time in thousandths of what exact attention takes that is not cut; 1000 of an option
+    without settings: what is known of it by its name."""
     loss: float | None = 0.0
     """Predicted loss of accuracy; None if nobody can say."""
 

@@ -35,17 +35,21 @@ from csps.configurator.pipeline.cases import (
     SimulatedGroup,
     even_lengths,
 )
+from csps.configurator.pipeline.history import AskedHistory
 from csps.configurator.pipeline.program import Mask, Numbers, Op, Outcome, Seconds
 from csps.configurator.pipeline.script import Script
 
 
-def simulate_ntp(group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> Outcome:
+def simulate_ntp(
+    group: SimulatedGroup, cases: LayerCases, spts: Sequence[int], history: int = 0
+) -> Outcome:
     """One layer of each configuration.
 
     Args:
         spts: tokens of each member.
+        history: tokens before them, evenly over the members.
     """
-    return _NtpLayer(group, cases, spts).run()
+    return _NtpLayer(group, cases, spts, history).run()
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,9 @@ class LevelSeries:
 
 
 class _NtpLayer:
-    def __init__(self, group: SimulatedGroup, cases: LayerCases, spts: Sequence[int]) -> None:
+    def __init__(
+        self, group: SimulatedGroup, cases: LayerCases, spts: Sequence[int], history: int = 0
+    ) -> None:
         assert len(spts) == group.members, f"{len(spts)} SPTs for {group.members} members"
         assert (cases.window_c > 0).all(), "judging by all queries is not simulated"
         self._group, self._cases, self._spts = group, cases, np.array(spts)
@@ -222,6 +228,8 @@ class _NtpLayer:
         self._micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
         self._levels = list(self._series())
         self._script = Script(group.wiring, self._own_rows(), group.times.exchange)
+        wait = Op.WAIT if cases.pipelined else Op.STAND
+        self._asked = AskedHistory(group, self._script, spts, history, wait=wait)
 
     def run(self) -> Outcome:
         group, cases, script = self._group, self._cases, self._script
@@ -246,8 +254,10 @@ class _NtpLayer:
     def _overlapped(self) -> None:
         script, sent = self._script, [list(level.sent()) for level in self._levels]
         exchanges = [[self._post(it.bytes_csr, it.pairs_sr) for it in level] for level in sent]
+        self._asked.ask()
         if self._cases.judges_c.any():
             self._go_on_judging(self._cases.judges_c)
+        self._asked.answer()
         backs: list[tuple[int, Seconds]] = []
         for series, level, numbers in zip(self._levels, sent, exchanges, strict=True):
             for it, exchange in zip(level, numbers, strict=True):
@@ -261,6 +271,7 @@ class _NtpLayer:
         for number, rows_cp in backs:
             script.do(Op.WAIT, number)
             script.compute(self._group.times.merge.seconds(rows_cp))
+        self._asked.merge()
 
     def _one_after_another(self) -> None:
         script, sent = self._script, [list(level.sent()) for level in self._levels]
@@ -269,8 +280,10 @@ class _NtpLayer:
             together_csr = sum((it.bytes_csr for it in flat[1:]), flat[0].bytes_csr)
             pairs_sr = np.any([it.pairs_sr for it in flat], axis=0)
             script.do(Op.STAND, self._post(together_csr, pairs_sr))
+        self._asked.ask()
         if self._cases.judges_c.any():
             self._go_on_judging(self._cases.judges_c)
+        self._asked.answer()
         script.do(Op.FILL)
         for series, level in zip(self._levels, sent, strict=True):
             for it in level:
@@ -279,6 +292,7 @@ class _NtpLayer:
         self._merge_own()
         for series in self._levels:
             script.compute(self._group.times.merge.seconds(series.merged(0, own=False)))
+        self._asked.merge()
 
     def _post(self, bytes_csr: Seconds, pairs_sr: Mask) -> int:
         """Gather what this rank sends and begin the exchange."""

@@ -18,10 +18,12 @@ import numpy as np
 from csps.configurator.pipeline.cases import LayerCases, SimulatedGroup
 from csps.configurator.pipeline.ntp import simulate_ntp
 from csps.configurator.pipeline.program import Outcome, Seconds
+from csps.configurator.pipeline.ring import simulate_ring
 from csps.configurator.pipeline.tp import simulate_tp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.even_share import even_share
+from csps.protocols.plans import Ring
 
 WHOLE = CsaSettings(levels=1, pipelined=False, strategy="ntp")
 """Exact SP-NTP, not cut."""
@@ -57,27 +59,38 @@ def can_simulate(settings: CsaSettings) -> bool:
 
 
 def prefill_seconds(
-    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
+    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int, history: int = 0
 ) -> Seconds:
     """(c,) T_a + T'_a of a prompt that is cut evenly over the group.
 
     Args:
         configurations: with a strategy each; exact SP-NTP is one level, not pipelined.
         tokens: of the prompt, at least one for each member.
+        history: before them, evenly over the group; SP-NTP only.
     """
-    attention_c = attention_seconds(group, configurations, tokens)
+    seconds: Seconds = attention_seconds(group, configurations, tokens, history)
+    return seconds + _rest(group, tokens)
+
+
+def ring_seconds(group: SimulatedGroup, ring: Ring, tokens: int, history: int = 0) -> float:
+    """The same around a ring. Arguments as above."""
+    layer_c = simulate_ring(group, ring, _spts(group, tokens), history).makespan_c
+    return float((group.shape.layers - 1) * layer_c[0] + _rest(group, tokens))
+
+
+def _rest(group: SimulatedGroup, tokens: int) -> float:
+    """T'_a."""
     longest = np.array(max(_spts(group, tokens)), float)
     times, layers = group.times, group.shape.layers
     rest = layers * times.rest.seconds(longest) + times.qkv.seconds(longest)
-    seconds: Seconds = attention_c + rest * group.ranks_per_core
-    return seconds
+    return float(rest * group.ranks_per_core)
 
 
 def attention_seconds(
-    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
+    group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int, history: int = 0
 ) -> Seconds:
     """(c,) T_a, of all layers but the last."""
-    return _over_layers(group, configurations, tokens, lambda outcome: outcome.makespan_c)
+    return _over_layers(group, configurations, tokens, lambda outcome: outcome.makespan_c, history)
 
 
 def work_seconds(
@@ -96,6 +109,7 @@ def _over_layers(
     configurations: Sequence[CsaSettings],
     tokens: int,
     of: Callable[[Outcome], Seconds],
+    history: int = 0,
 ) -> Seconds:
     spts = _spts(group, tokens)
     needed: dict[_Kind, dict[_LayerProblem, int]] = defaultdict(dict)
@@ -107,7 +121,8 @@ def _over_layers(
             needed[kind].setdefault(problem, len(needed[kind]))
         layers_of.append(layers)
     seconds = {
-        kind: of(_simulated(group, kind, list(found), spts)) for kind, found in needed.items()
+        kind: of(_simulated(group, kind, list(found), spts, history))
+        for kind, found in needed.items()
     }
     return np.array(
         [
@@ -173,7 +188,11 @@ def _drops(plan: CsaPlan, layer: int, last: int) -> bool:
 
 
 def _simulated(
-    group: SimulatedGroup, kind: _Kind, problems: Sequence[_LayerProblem], spts: Sequence[int]
+    group: SimulatedGroup,
+    kind: _Kind,
+    problems: Sequence[_LayerProblem],
+    spts: Sequence[int],
+    history: int,
 ) -> Outcome:
     cases = LayerCases(
         levels=kind.levels,
@@ -187,5 +206,7 @@ def _simulated(
         drop_queries=kind.drop_queries,
         pipelined=kind.pipelined,
     )
-    simulate = simulate_tp if kind.tp else simulate_ntp
-    return simulate(group, cases, spts)
+    if kind.tp:
+        assert not history, "SP-TP is not simulated behind history"
+        return simulate_tp(group, cases, spts)
+    return simulate_ntp(group, cases, spts, history)

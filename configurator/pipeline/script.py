@@ -35,7 +35,7 @@ class Script:
         """
         self._wiring, self._filler_crf = wiring, filler_crf
         self._costs = costs or ExchangeTimes()
-        self._configurations = len(filler_crf)
+        self.configurations = len(filler_crf)
         self._ops: list[list[tuple[Op, int]]] = [[] for _ in range(wiring.ranks)]
         self._columns: list[list[Seconds]] = [[] for _ in range(wiring.ranks)]
         self._wire_seconds: list[Seconds] = []
@@ -131,7 +131,7 @@ class Script:
         )
 
     def _durations(self) -> Durations:
-        configurations, wires = self._configurations, self._wiring.wires
+        configurations, wires = self.configurations, self._wiring.wires
         compute_crk = np.zeros((configurations, self._wiring.ranks, max(map(len, self._columns))))
         for rank, columns in enumerate(self._columns):
             for column, seconds_c in enumerate(columns):

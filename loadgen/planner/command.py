@@ -14,7 +14,15 @@ from csps.configurator.enumeration import Judging, Loss, Space
 from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.accuracy import AccuracyModel
-from csps.configurator.search import Answer, Found, Question, compared, enumerated, exhaustive
+from csps.configurator.search import (
+    Answer,
+    Found,
+    Question,
+    compared,
+    enumerated,
+    exhaustive,
+    with_rings,
+)
 from csps.loadgen.planner.hardware_file import HARDWARE, load_group
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
@@ -34,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     model = None if arguments.accuracy is None else AccuracyModel.load(arguments.accuracy, None)
     search = exhaustive if arguments.exhaustive else enumerated
     loss = _loss(model, question)
-    answer = search(question, _space(group), loss)
+    answer = with_rings(question, search(question, _space(group), loss))
     by_hand = compared(question, _by_hand(arguments), loss)
     for line in _lines(question, answer, by_hand, model, arguments):
         print(line)
@@ -124,16 +132,17 @@ def _lines(
 
 def _different(answer: Answer) -> Iterator[Found]:
     """Runners-up that differ from those before in more than micro-partitions."""
-    seen = {_alike(answer.best.settings)}
+    seen = {_alike(answer.best)}
     for found in answer.runners_up:
-        if (kind := _alike(found.settings)) not in seen:
+        if (kind := _alike(found)) not in seen:
             seen.add(kind)
             yield found
 
 
-def _alike(it: CsaSettings) -> tuple[object, ...]:
+def _alike(found: Found) -> tuple[object, ...]:
+    it = found.settings
     judged = (it.importance_layer, it.importance_window) if not it.lossless else ()
-    return it.strategy, it.levels, it.pipelined, it.drop_ratios, judged
+    return found.ring, it.strategy, it.levels, it.pipelined, it.drop_ratios, judged
 
 
 def _row(name: str, found: Found) -> str:
@@ -143,7 +152,7 @@ def _row(name: str, found: Found) -> str:
     judged = "-" if it.lossless else f"{it.importance_layer}, {it.importance_window}"
     return ROW.format(
         name,
-        _engine_name(it),
+        _engine_name(found),
         it.levels or "-",
         "-" if it.lossless else ratios,
         micro,
@@ -153,7 +162,10 @@ def _row(name: str, found: Found) -> str:
     )
 
 
-def _engine_name(it: CsaSettings) -> str:
+def _engine_name(found: Found) -> str:
+    it = found.settings
+    if found.ring is not None:
+        return found.ring
     if it.strategy == "tp":
         return "sp_tp"
     if not it.lossless:
@@ -177,9 +189,7 @@ def _why(question: Question, answer: Answer, model: AccuracyModel | None) -> Ite
         yield (
             f"None of {answer.compared} configurations keeps the bounds; this one comes nearest."
         )
-    whole = [
-        it for it in (answer.best, *answer.runners_up) if _engine_name(it.settings) == "ulysses"
-    ]
+    whole = [it for it in (answer.best, *answer.runners_up) if _engine_name(it) == "ulysses"]
     for exact in whole:
         times = exact.seconds / answer.best.seconds
         yield f"Exact attention that is not cut would take {times:.2f} times as long."

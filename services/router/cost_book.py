@@ -39,6 +39,7 @@ from csps.services.router.running import Running
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.cost import (
     MILLION,
+    WHOLE_PERMILLE,
     Allowed,
     Bucket,
     Costs,
@@ -56,6 +57,8 @@ Configure = Callable[[StrategyQuestions], Awaitable[StrategyChoices]]
 
 ANSWER_S = 60.0
 """For the configurator's answer, which may have to simulate hundreds of configurations."""
+AT_ONCE = 16
+"""Buckets without bounds that are asked for together; each takes some tenths of a second."""
 PAUSE_S = 1.0
 """Before a question that got none is asked again."""
 MAX_CLASSES = 64
@@ -164,7 +167,10 @@ class CostBook:
         return self.costs.table.overhead_ns
 
     def _choice(self, bucket: Bucket, strategy: str) -> StrategyChoice | None:
-        return self._choices.get(bucket, {}).get(strategy)
+        for found in (bucket, bucket._replace(kept=0)):  # as the table looks it up
+            if known := self._choices.get(found, {}).get(strategy):
+                return known
+        return None
 
     def _ring_rule(self, bucket: Bucket) -> str:
         rings = self._newest.rings
@@ -208,10 +214,10 @@ class CostBook:
         return next((it for bucket in wanted if (it := self._traces.get(bucket.row))), {})
 
     def _next_wanted(self) -> list[Bucket]:
-        """All whose answers are a matter of microseconds; after them one at a time."""
+        """Some of those that are compared quickly; after them one at a time."""
         wanted = [it for it in self._wanted if it.row in self._classes]
         quick = [it for it in wanted if self._classes[it.row].objective is None]
-        asked = quick or wanted[:1]
+        asked = quick[:AT_ONCE] or wanted[:1]
         self._wanted = {it: None for it in wanted if it not in set(asked)}
         return asked
 
@@ -224,6 +230,7 @@ class CostBook:
             servers=bucket.shape.servers,
             tp=bucket.shape.tp,
             tokens=max(1, 3 << bucket.exponent >> 1),
+            history=max(1, 3 << bucket.kept >> 2) if bucket.kept else 0,
         )
 
     def _enter(self, chosen: Mapping[Bucket, Sequence[StrategyChoice]]) -> None:
@@ -242,9 +249,7 @@ class CostBook:
         """A step has ended: how long it took, computing and exchanging."""
         if self._refit is None:
             return
-        if parse_option(command.strategy).csa is not None:
-            self._note_option(command, shape, took_s)
-        else:
+        if not self._note_option(command, shape, took_s):
             key = LatencyKey(strategy=command.strategy, sp=shape.sp, tp=shape.tp)
             rows = [(piece.length, piece.start) for piece in command.pieces]
             try:
@@ -264,15 +269,19 @@ class CostBook:
                 )
             )
 
-    def _note_option(self, command: RunStep, shape: GroupShape, took_s: float) -> None:
-        """Of a step that computes one whole prompt."""
+    def _note_option(self, command: RunStep, shape: GroupShape, took_s: float) -> bool:
+        """Of a step by an option that is timed by the table, if it computes one prompt; false if
+        its strategy has a latency model."""
         (piece, *others) = command.pieces
         bucket = bucket_of(command.cls, shape, piece.start, command.bounds[-1])
         found = self._newest.buckets.get(bucket, ())
         allowed = next((it for it in found if it.strategy == command.strategy), None)
-        if allowed is not None and not others and not piece.start:
-            predicted_ns = self._newest.time_ns(allowed, shape, 0, piece.length)
+        if allowed is None or allowed.permille == WHOLE_PERMILLE:
+            return parse_option(command.strategy).csa is not None
+        if not others:
+            predicted_ns = self._newest.time_ns(allowed, shape, piece.start, piece.length)
             self._drift.observe(bucket, allowed.strategy, took_s * 1e9 / predicted_ns)
+        return True
 
     def answered(self, running: Running) -> None:
         """The first token of an answer has come."""

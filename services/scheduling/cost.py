@@ -4,10 +4,10 @@ Loss of accuracy and time both depend on the group, so a policy that compares gr
 at its own cheapest allowed strategy. A table answers: latency models for the times, and for every
 row of classes, group shape and bucket of lengths the options that there are, with the loss of each.
 Classes of one row differ in their bounds, which are applied when it is looked up: a bound on TTFT
-to what is left of it when the step will start. Behind history all attention is exact.
-A bucket that nobody has filled in is *cold*: it answers what its class begins with and is
-remembered, so that the configurator can fill it in the background; the next table is put in force
-by its digest.
+to what is left of it when the step will start. Behind history all attention is exact, and by which
+strategy depends on both lengths. A bucket that nobody has filled in is *cold*: it answers what is
+known of such lengths without history, or else what its class begins with, and is remembered, so
+that the configurator can fill it in the background; the next table is put in force by its digest.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ EXACT_STRATEGY = "ulysses"
 QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
 MILLION = 1_000_000
+WHOLE_PERMILLE = 1_000
 MAX_COLD = 4_096
 """Cold buckets that are remembered at a time."""
 
@@ -44,6 +45,8 @@ class Bucket(NamedTuple):
     shape: GroupShape
     exponent: int
     """Lengths in [2^exponent, 2^(exponent + 1))."""
+    kept: int = 0
+    """Bits of the history before them, which is in [2^(kept - 1), 2^kept) tokens; 0 has none."""
 
 
 class Allowed(NamedTuple):
@@ -51,9 +54,9 @@ class Allowed(NamedTuple):
 
     strategy: str
     """With its settings (`protocols.options`)."""
-    permille: int = 1000
-    """Its time in thousandths of what the latency model says: of the strategy, or of exact
-    attention where it has settings of its own."""
+    permille: int = WHOLE_PERMILLE
+    """Its time in thousandths of what exact attention takes that is not cut; 1000 of an option
+    without settings: what the latency model says of it."""
     loss_ppm: int = 0
     """Predicted loss of accuracy, in millionths."""
 
@@ -130,17 +133,13 @@ class CostTable:
             ring = Allowed(self.ring(shape, history, length) if asked == "ring" else asked)
             return Choice(self.time_ns(ring, shape, history, length), ring.strategy)
         row, objective = row_of(cls, history)
-        allowed = self._allowed(row, shape, length)
-        if allowed is None:
-            strategy = cold_strategy(row)
-            time_ns = self.time_ns(Allowed(strategy), shape, history, length)
-            return Choice(time_ns, strategy, cold=True)
+        allowed, cold = self._allowed(row, shape, history, length)
         if len(allowed) == 1:
             (only,) = allowed
-            return Choice(self.time_ns(only, shape, history, length), only.strategy)
+            return Choice(self.time_ns(only, shape, history, length), only.strategy, cold)
         timed = [(self.time_ns(it, shape, history, length), it) for it in allowed]
         time_ns, found = self._within(timed, objective, waited_ns)
-        return Choice(time_ns, found.strategy)
+        return Choice(time_ns, found.strategy, cold)
 
     def _within(
         self, timed: list[tuple[int, Allowed]], objective: Objective | None, waited_ns: int
@@ -174,15 +173,23 @@ class CostTable:
             times = self.latencies.iteration(sp * tp, 1)
         return _quantised(times.predict_ns(batch, context))
 
-    def _allowed(self, row: str, shape: GroupShape, length: int) -> tuple[Allowed, ...] | None:
+    def _allowed(
+        self, row: str, shape: GroupShape, history: int, length: int
+    ) -> tuple[tuple[Allowed, ...], bool]:
+        """What there is, and whether the bucket is cold."""
         if row == EXACT:
-            return _EXACT
-        return self.buckets.get(Bucket(row, shape, length.bit_length() - 1))
+            return _EXACT, False
+        bucket = Bucket(row, shape, length.bit_length() - 1, history.bit_length())
+        found = self.buckets.get(bucket)
+        if found is not None:
+            return found, False
+        return self.buckets.get(bucket._replace(kept=0)) or (Allowed(cold_strategy(row)),), True
 
     def time_ns(self, allowed: Allowed, shape: GroupShape, history: int, length: int) -> int:
         """Of an option."""
         strategy, settings = parse_option(allowed.strategy)
-        times = self._known(shape, strategy if settings is None else EXACT_STRATEGY)
+        by_name = settings is None and allowed.permille == WHOLE_PERMILLE
+        times = self._known(shape, strategy if by_name else EXACT_STRATEGY)
         return _quantised(times.predict_ns(length, history) * allowed.permille // 1000)
 
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
@@ -321,7 +328,8 @@ def row_of(cls: str, history: int) -> tuple[str, Objective | None]:
 
 def bucket_of(cls: str, shape: GroupShape, history: int, length: int) -> Bucket:
     """Where a class is looked up for `length` tokens after `history`."""
-    return Bucket(row_of(cls, history)[0], shape, length.bit_length() - 1)
+    row, _ = row_of(cls, history)
+    return Bucket(row, shape, length.bit_length() - 1, history.bit_length())
 
 
 def cold_strategy(row: str) -> str:

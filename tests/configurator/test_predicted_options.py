@@ -13,15 +13,20 @@ from pipeline_groups import group
 from csps.configurator.answering import Answerer, answered_space, exact_seconds
 from csps.configurator.bound_buckets import LOSSES
 from csps.configurator.pipeline.cases import SimulatedGroup
-from csps.configurator.pipeline.prefill import prefill_seconds
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.predicted_options import RESOLUTION, PredictedOptions
+from csps.configurator.predicted_options import (
+    PAYS,
+    RESOLUTION,
+    PredictedOptions,
+    exact_candidates,
+)
 from csps.configurator.regressors.direct import Predicted
 from csps.configurator.search import Question
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.options import parse_option
-from csps.protocols.plans import StrategyChoice, StrategyQuestion, StrategyQuestions
+from csps.protocols.plans import RINGS, StrategyChoice, StrategyQuestion, StrategyQuestions
 from csps.protocols.topology import Topology
 
 LAYERS, TOKENS = 4, 3 << 13
@@ -132,16 +137,45 @@ def test_a_single_instance_is_exact_at_once() -> None:
     assert {(it.strategy, it.loss) for it in answer(servers=(1,))} == {("ulysses", 0.0)}
 
 
-def test_exact_attention_is_cut_where_that_saves_bytes_between_servers_and_only_there() -> None:
-    (across,) = answer(bounded=False)
-    strategy, settings = parse_option(across.strategy)
-    assert strategy == "levels"
-    assert settings is not None
-    assert settings.lossless
-    assert settings.pipelined
-    assert across.permille < 1000
-    (inside,) = answer(bounded=False, servers=(2,))
-    assert parse_option(inside.strategy).csa is None
+@pytest.mark.parametrize("servers", [(2, 2), (2,)])
+@pytest.mark.parametrize("tokens", [512, TOKENS])
+@pytest.mark.parametrize("history", [0, 3 << 14])
+def test_exact_attention_is_the_quickest_of_all_ways(
+    servers: tuple[int, ...], tokens: int, history: int
+) -> None:
+    """SP-NTP whole and over levels, SP-TP, and both rings; behind history all of it but SP-TP."""
+    (choice,) = answer(bounded=False, servers=servers, tokens=tokens, history=history)
+    of, space = group_of(servers, 1), PREDICTED.answerer.space
+    ways = exact_candidates(space, of, history)
+    assert {it.strategy for it in ways} == {"ntp"} | ({"tp"} if not history else set())
+    seconds = dict(zip(ways, prefill_seconds(of, ways, tokens, history).tolist(), strict=True))
+    rings = {it: ring_seconds(of, it, tokens, history) for it in RINGS}
+    least = min([*seconds.values(), *rings.values()])
+    strategy, settings = parse_option(choice.strategy)
+    if least >= PAYS * seconds[WHOLE]:
+        assert settings is None
+        assert strategy not in RINGS
+        return
+    assert choice.loss == 0.0
+    assert choice.permille == max(1, round(1000 * least / seconds[WHOLE]))
+    assert (rings[strategy] if settings is None else seconds[settings]) == least  # type: ignore[index]
+
+
+def test_a_ring_is_taken_where_few_keys_serve_many_queries_over_one_slow_wire() -> None:
+    slow = LinkSpeed(bytes_per_s=2e7, latency_s=1e-4, shared=True)
+
+    def over_slow_links(servers: Sequence[int], tp: int) -> SimulatedGroup:
+        places = tuple(f"0-0-{place}" for place in range(sum(servers)))
+        return group(places, layers=LAYERS, kv_heads=1, inside=slow)
+
+    rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, group_of=over_slow_links))
+    (exact,) = answer(rules, bounded=False, servers=(4,))
+    assert (exact.strategy, exact.loss) == ("ring_kv", 0.0)
+    of = over_slow_links((4,), 1)
+    share = ring_seconds(of, "ring_kv", TOKENS) / exact_seconds(of, TOKENS)
+    assert exact.permille == round(1000 * share)
+    (offered, *_) = answer(rules, servers=(4,))
+    assert offered == exact
 
 
 def test_nothing_is_pipelined_where_links_cost_nothing() -> None:

@@ -87,7 +87,7 @@ def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
     assert "4096 tokens on 2 instances of 1, 2 servers, 1 racks" in lines[0]
     chosen = lines[3].split()
     assert chosen[0] == "chosen"
-    assert chosen[1] in ("ulysses", "levels", "sp_tp")
+    assert chosen[1] in ("ulysses", "levels", "sp_tp", "ring_kv", "ring_q")
     assert not any(" csa " in line for line in lines)
     assert any("No accuracy was measured" in line for line in lines)
 
@@ -106,6 +106,16 @@ def test_what_was_measured_safe_is_taken_and_explained(
     assert lines[4].startswith("2 ")
     assert any("times as long" in line for line in lines)
     assert any("94 measurements" in line for line in lines)
+
+
+def test_rings_are_compared_as_well(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, cluster, "--runners-up", "100")
+    rows = [line.split() for line in lines[3:] if line.endswith("%")]
+    names = {row[1] for row in rows}
+    assert names >= {"ulysses", "ring_kv", "ring_q"}
+    times = [float(row[-3]) for row in rows]
+    assert times == sorted(times)
+    assert sum("that is not cut" in line for line in lines) == 1
 
 
 def test_a_bound_that_cannot_be_kept_is_said_and_is_the_status(

@@ -17,6 +17,7 @@ from csps.protocols.plans import BOUNDED, StrategyChoice, StrategyChoices, Strat
 
 LENGTH, TOKENS = 400, 4
 WHOLE = StrategyChoice(strategy="ulysses", reason="whole")
+BEHIND = StrategyChoice(strategy="ring_q", reason="behind history", permille=900)
 PIPELINED = CsaSettings(levels=2, micro_partitions=((3, 2),), strategy="ntp")
 SPARSE = CsaSettings(
     levels=2, drop_ratios=((0.6,),), importance_layer="same", strategy="ntp", tail=16
@@ -31,8 +32,9 @@ OPTIONS = (
 
 
 async def configure(questions: StrategyQuestions) -> StrategyChoices:
+    exact = {False: (WHOLE,), True: (BEHIND,)}
     return StrategyChoices(
-        chosen=tuple(OPTIONS if it.bounded else (WHOLE,) for it in questions.asked)
+        chosen=tuple(OPTIONS if it.bounded else exact[it.history > 0] for it in questions.asked)
     )
 
 
@@ -95,6 +97,14 @@ async def test_options_run_as_they_are_named(tiny_llama: Path) -> None:
             told = await ask(server, sparse, **others)
             assert cached(told) == 0
             assert told["choices"][0]["text"] == said_by_transformers(sparse)
+
+        for seed in (7, 8):  # the first time nothing may have been compared yet
+            going_on = [*sparse, *prompt_of(300, seed)]
+            told = await ask(server, going_on)
+            assert cached(told) >= 256
+            assert told["choices"][0]["text"] == said_by_transformers(going_on)
+        assert plan_of(told) == ("exact", "ring_q", 0.0, None)
+        assert told["csps"]["plan"]["reason"].endswith("; behind history")
         rendered = server.metrics.render().decode()
         assert 'strategy="levels"' in rendered
         assert "#{" not in rendered, "labels of as many values as there are settings"

@@ -248,9 +248,10 @@ def test_the_cheapest_allowed_strategy_depends_on_the_length() -> None:
 
 
 def test_a_strategy_may_be_cheaper_than_its_latency_model_says() -> None:
+    """Then its time is a part of exact attention's, as the configurator has compared the two."""
     table = planted(Allowed("ulysses"), Allowed("ring_kv", permille=100))
     choice = table.best("fast", TWO, 0, 400)
-    assert (choice.strategy, choice.time_ns) == ("ring_kv", 100_000)
+    assert (choice.strategy, choice.time_ns) == ("ring_kv", 90_000)
 
 
 def test_a_cold_bucket_answers_exact_and_is_remembered_once() -> None:
@@ -342,7 +343,19 @@ def test_a_bound_on_ttft_leaves_room_for_what_no_step_takes() -> None:
 def test_behind_history_whatever_has_bounds_is_exact() -> None:
     costs = Costs(with_bounds())
     assert costs.best(bounded(max_accuracy_loss=1.0), TWO, 8, 1000).strategy == "ulysses"
-    assert costs.cold() == [Bucket("auto", TWO, 9)]
+    assert costs.cold() == [Bucket("auto", TWO, 9, 4)]
+
+
+def test_history_has_buckets_and_is_answered_without_them_as_if_there_were_none() -> None:
+    whole, rest = Bucket("auto", TWO, 9), Bucket("auto", TWO, 9, 13)
+    buckets = {whole: (Allowed("ring_kv"),), rest: (Allowed("ulysses"),)}
+    costs = Costs(CostTable(latencies=PlantedTimes(), buckets=buckets))  # type: ignore[arg-type]
+    assert costs.best("auto", TWO, 0, 1000).strategy == "ring_kv"
+    assert costs.best("auto", TWO, 4096, 1000).strategy == "ulysses"
+    assert costs.best("auto", TWO, 8191, 1000).strategy == "ulysses"
+    assert costs.cold() == []
+    assert costs.best("auto", TWO, 8192, 1000).strategy == "ring_kv"
+    assert costs.cold() == [rest._replace(kept=14)]
 
 
 def test_all_bounds_are_one_cold_bucket() -> None:

@@ -1,0 +1,116 @@
+"""What was aimed at of the configurator beside what was measured, in one table.
+
+    python benchmarks/configurator_table.py FILE...
+
+FILEs are what `configurator.py` has kept with `--json`, in any order; the loss of accuracy is of
+the regressor that ships of the included model. `--json FILE` keeps the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+
+from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
+from csps.models.weights_digest import weights_digest
+from csps.services.launch.settings import shipped_models
+
+SAME = 0.03
+"""Medians that differ by less are equal."""
+Result = Mapping[str, Any]
+
+
+class Aim(NamedTuple):
+    """A row of the table."""
+
+    what: str
+    measured: str
+    aim: str
+    reached: bool | None = None
+    """None: nothing is aimed at."""
+
+
+def main() -> int:
+    """Print it; the exit status is 1 if an aim is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    arguments = report.with_json_option(parser).parse_args()
+    aims = [*_accuracy(), *table([json.loads(it.read_text()) for it in arguments.files])]
+    rows = [it._asdict() for it in aims]
+    report.publish({"benchmark": "configurator table"}, rows, arguments.json)
+    return int(any(it.reached is False for it in aims))
+
+
+def table(results: Sequence[Result]) -> Iterator[Aim]:
+    """Rows of what `configurator.py` has kept."""
+    for result in results:
+        yield from _SECTIONS[result["benchmark"].removeprefix("configurator ")](result)
+
+
+def _accuracy() -> Iterator[Aim]:
+    model = shipped_accuracy(weights_digest(shipped_models() / "needle"))
+    assert model is not None, "nothing ships of the included model"
+    held = model.description.held_out
+    yield _at_most("F_Ad, held-out mean error", held["mean_absolute_error"], 0.015, "{:.3f}")
+    right = held["right_side_beyond_interval"]
+    yield Aim("F_Ad, right side of the bound", f"{right:.1%}", "98.0%", right >= 0.98)
+
+
+def _lookup(result: Result) -> Iterator[Aim]:
+    for row in result["rows"]:
+        yield _at_most(f"a look-up, {row['objective']}, us", row["us"], 50, "{:.0f}")
+
+
+def _oracle(result: Result) -> Iterator[Aim]:
+    for kind in result["summary"]:
+        about = f"against the Oracle, {kind['objective']}"
+        yield _at_most(f"{about}, median", kind["worse_median"], 0.01, "{:.1%}")
+        yield _at_most(f"{about}, P95", kind["worse_p95"], 0.03, "{:.1%}")
+
+
+def _simulator(result: Result) -> Iterator[Aim]:
+    summary = result["summary"]
+    about = f"simulator, error over {summary['configurations']} configurations"
+    yield _at_most(f"{about}, median", summary["median_error"], 0.1, "{:.1%}")
+    yield Aim(f"{about}, P95", f"{summary['p95_error']:.1%}", "")
+    for it in summary["pipelined"]:
+        about = f"pipelined / not, {it['strategy']}, {it['tokens']} tokens"
+        yield Aim(about, f"{it['measured']:.2f}", f"predicted {it['predicted']:.2f}")
+
+
+def _live(result: Result) -> Iterator[Aim]:
+    taken = {it["wish"]: it["ttft_s"] for it in result["rows"]}
+    length = result["length"]
+    bounds = [taken[f"loss {bound:g}"] for bound in (0.0, 0.01, 0.05)]
+    ordered = all(later <= (1 + SAME) * sooner for sooner, later in pairwise(bounds))
+    figures = ", ".join(f"{it:.2f} s" for it in bounds)
+    yield Aim(f"TTFT of {length} tokens, loss 0, 0.01, 0.05", figures, "does not rise", ordered)
+    yield _at_most("bound 0 / exact", bounds[0] / taken["exact"], 1 + SAME, "{:.2f}")
+    times = taken["unpipelined"] / bounds[0]
+    yield Aim("bound 0, times as fast as exact unpipelined", f"{times:.2f}", "1.80", times >= 1.8)
+    for row in result["rows"]:
+        if row["kept"] is not None:
+            kept = row["kept"]
+            yield Aim(f"{row['wish']}, bound kept", f"{kept:.0%}", "95%", kept >= 0.95)
+
+
+def _at_most(what: str, measured: float, aim: float, form: str) -> Aim:
+    return Aim(what, form.format(measured), form.format(aim), measured <= aim)
+
+
+_SECTIONS: dict[str, Callable[[Result], Iterator[Aim]]] = {
+    "lookup": _lookup,
+    "oracle": _oracle,
+    "simulator": _simulator,
+    "live": _live,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

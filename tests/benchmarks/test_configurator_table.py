@@ -1,0 +1,34 @@
+"""The configurator's aims beside its kept results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from configurator_table import table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_all_kept_results_are_in_the_table() -> None:
+    kept = sorted(RESULTS.glob("configurator-*.json"))
+    assert len(kept) >= 4
+    aims = list(table([json.loads(it.read_text()) for it in kept]))
+    assert {it.reached for it in aims} <= {True, None}
+    assert sum(it.what.startswith("simulator") for it in aims) == 2
+
+
+def test_a_server_that_misses_a_bound_is_told() -> None:
+    def row(wish: str, ttft_s: float, kept: float | None = None) -> dict[str, Any]:
+        return {"wish": wish, "ttft_s": ttft_s, "kept": kept}
+
+    rows = [
+        row("unpipelined", 4.0),
+        row("exact", 2.0),
+        *(row(f"loss {bound}", 1.0 + 2 * (bound == "0.05")) for bound in ("0", "0.01", "0.05")),
+        row("ttft 0.6", 1.0, kept=0.9),
+        row("ttft 0.8", 1.0, kept=1.0),
+    ]
+    result = {"benchmark": "configurator live", "length": 8, "rows": rows}
+    assert [it.reached for it in table([result])] == [False, True, True, False, True]
