@@ -47,7 +47,8 @@ async def measure_overheads(
     lengths = [it for it in (QUICK_TOKENS if quick else TOKENS) if it <= longest]
     load, date = os.getloadavg()[0], datetime.now(UTC).isoformat(timespec="seconds")
     say(f"{len(lengths) * len(_options())} kinds of steps; starting ranks ...")
-    async with open_cell(settings) as cell:
+    slots = -(-max(lengths, default=0) // gang.instances) + 1
+    async with open_cell(_with_slots(settings, slots)) as cell:
         for tokens in lengths:
             for option in _options():
                 taken = [
@@ -68,6 +69,16 @@ async def measure_overheads(
                         date=date,
                     )
                 )
+
+
+def _with_slots(settings: Settings, slots: int) -> Settings:
+    """Gangs with room for one prompt: the server may run beside them, if it profiles when idle."""
+    if settings.elastic is not None:
+        elastic = settings.elastic.model_copy(update={"kv_slots": slots})
+        return settings.model_copy(update={"elastic": elastic})
+    prefill = settings.prefill.model_copy(update={"kv_slots": slots})
+    decode = settings.decode.model_copy(update={"instances": 1, "kv_slots": slots})
+    return settings.model_copy(update={"prefill": prefill, "decode": decode})
 
 
 def _options() -> list[str]:
