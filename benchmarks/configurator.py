@@ -124,9 +124,9 @@ def lookup(arguments: argparse.Namespace) -> Section:
 
 def oracle(arguments: argparse.Namespace) -> Section:
     """Answers to held-out questions beside the Oracle's."""
-    accuracy = Planted() if arguments.planted else _shipped()
+    accuracy = Planted() if arguments.planted else shipped()
     groups = [load_group(arguments.cluster, instances=it) for it in arguments.instances]
-    answerer = _trained(groups, accuracy)
+    answerer = trained(groups, accuracy)
     rows = []
     for group in groups:
         for tokens in arguments.lengths or ASKED:
@@ -156,13 +156,15 @@ class Planted:
         return lambda configurations: list(map(loss, configurations))
 
 
-def _shipped() -> AccuracyModel | Planted:
+def shipped() -> AccuracyModel:
+    """F_Ad of the included model."""
     found = shipped_accuracy(weights_digest(shipped_models() / "needle"))
     assert found is not None, "nothing ships of the included model"
     return found
 
 
-def _trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> Answerer:
+def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> Answerer:
+    """What answers for groups of these kinds."""
     space = answered_space(groups[0].shape.layers)
     prompts = [
         simulated(group, tokens, space, _loss(accuracy, group, tokens))

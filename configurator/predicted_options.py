@@ -16,6 +16,7 @@ from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.regressors.samples import Setting
 from csps.configurator.search import Found
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.options import option_name
@@ -102,10 +103,16 @@ class PredictedOptions:
 
     def _asked(self, asked: StrategyQuestion) -> tuple[SimulatedGroup, int, Loss]:
         group = self._group_of(asked)
-        loss = self.accuracy.of_group(
-            group.locations, layers=group.shape.layers, tokens=asked.tokens
+        shortest, longest = (
+            self.accuracy.of_group(group.locations, layers=group.shape.layers, tokens=tokens)
+            for tokens in bucket_ends(asked.tokens)
         )
-        return group, asked.tokens, lambda configurations: _told_apart(loss(configurations))
+
+        def loss(configurations: Sequence[CsaSettings]) -> list[float]:
+            """Whatever of the bucket's prompts is asked for."""
+            return _told_apart(list(map(max, shortest(configurations), longest(configurations))))
+
+        return group, asked.tokens, loss
 
     def _group_of(self, asked: StrategyQuestion) -> SimulatedGroup:
         return self.group_of(asked.servers, asked.tp)
@@ -156,9 +163,15 @@ def predicted_loss(accuracy: AccuracyModel, asked: StrategyQuestion, layers: int
         layers: of the model.
     """
     assert asked.csa is not None, "nothing is dropped"
-    loss = accuracy.of_group(asked.places, layers=layers, tokens=asked.tokens)
-    (predicted,) = _told_apart(loss([asked.csa]))
+    setting = Setting(tokens=asked.tokens, locations=asked.places, layers=layers, csa=asked.csa)
+    (predicted,) = _told_apart(accuracy.loss([setting]).tolist())
     return predicted
+
+
+def bucket_ends(tokens: int) -> tuple[int, int]:
+    """The shortest and the longest prompts of the bucket that one of so many tokens is in."""
+    exponent = tokens.bit_length() - 1
+    return 1 << exponent, (2 << exponent) - 1
 
 
 def _told_apart(losses: Sequence[float]) -> list[float]:

@@ -10,6 +10,7 @@ import lightgbm
 import numpy as np
 
 from csps.configurator.phase_times import Amounts
+from csps.configurator.regressors.evidence import Evidence
 from csps.configurator.regressors.reproducible import REPRODUCIBLE
 from csps.configurator.regressors.samples import (
     FEATURES,
@@ -24,8 +25,10 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.errors import ConfigError
 
 KIND = "accuracy"
+MEASURED = "measured"
+"""What the description has of the evidence."""
 HELD_OUT = 5
-"""One sample in so many is not trained with: the paper's 4:1."""
+"""One sample in so many is not trained with, the paper's 4:1; so many times, each sample once."""
 BOUNDS = (0.01, 0.02, 0.05, 0.1)
 """For how many samples predictions and measurements lie on the same side of these."""
 FEWEST = 2 * HELD_OUT
@@ -50,6 +53,7 @@ class AccuracyModel:
     """F_Ad of one model; losses do not fall when more is dropped."""
 
     description: Description
+    evidence: Evidence
     _booster: lightgbm.Booster
 
     def loss(self, settings: Sequence[Setting]) -> Amounts:
@@ -58,10 +62,19 @@ class AccuracyModel:
         losses: Amounts = np.where(exact, 0.0, _predicted(self._booster, settings))
         return losses
 
+    def surely(self, settings: Sequence[Setting]) -> Amounts:
+        """(n,) losses that a choice may count on: those predicted, and no less than what was
+        measured of something harder."""
+        exact = np.array([it.lossless for it in settings], bool)
+        losses: Amounts = np.where(
+            exact, 0.0, np.maximum(self.loss(settings), self.evidence.losses(settings))
+        )
+        return losses
+
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:
-        """As `search` wants it.
+        """What a choice may count on, as `search` wants it.
 
         Args:
             locations: of the group's instances.
@@ -80,7 +93,7 @@ class AccuracyModel:
                 for it in new.values()
             ]
             if asked:
-                known.update(zip(new, self.loss(asked).tolist(), strict=True))
+                known.update(zip(new, self.surely(asked).tolist(), strict=True))
             return [known[key] for key in keys]
 
         return loss
@@ -102,31 +115,32 @@ class AccuracyModel:
         description, boosters = load(folder, KIND, (KIND,), trained_for)
         if description.features != FEATURES:
             raise ConfigError(f"{folder} was trained with other features; run `csps train`")
-        return cls(description, boosters[KIND])
+        evidence = Evidence.of_rows(description.about.get(MEASURED))
+        return cls(description, evidence, boosters[KIND])
 
 
 def train_accuracy(
     samples: Sequence[AccuracySample], trained_for: Mapping[str, str]
 ) -> AccuracyModel:
-    """Learn F_Ad. Samples are weighted by their questions; the metrics are of a fifth of them, the
-    regressor of all.
+    """Learn F_Ad. Samples are weighted by their questions; the metrics are of regressors that have
+    not seen the sample in question, what is returned has seen all.
 
     Raises:
         ConfigError: too few samples to hold some out.
     """
     if len(samples) < FEWEST:
         raise ConfigError(f"{len(samples)} measurements of accuracy; at least {FEWEST} are needed")
-    mixed = [samples[index] for index in np.random.default_rng(0).permutation(len(samples))]
-    held, kept = mixed[::HELD_OUT], [it for n, it in enumerate(mixed) if n % HELD_OUT]
+    evidence = Evidence.of(samples)
     description = Description(
         kind=KIND,
         trained_for=dict(trained_for),
         training_set=fingerprint(samples),
         samples=len(samples),
         features=FEATURES,
-        held_out=_metrics(_trained(kept), held),
+        held_out=_held_out(samples),
+        about={MEASURED: evidence.rows()},
     )
-    return AccuracyModel(description, _trained(samples))
+    return AccuracyModel(description, evidence, _trained(samples))
 
 
 def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
@@ -140,18 +154,23 @@ def _trained(samples: Sequence[AccuracySample]) -> lightgbm.Booster:
     return lightgbm.train(PARAMETERS, data, num_boost_round=ROUNDS)
 
 
-def _metrics(booster: lightgbm.Booster, held: Sequence[AccuracySample]) -> dict[str, float]:
-    predicted = _predicted(booster, [it.setting for it in held])
-    measured = np.array([it.loss for it in held])
-    low, high = np.array([it.interval for it in held]).T
+def _held_out(samples: Sequence[AccuracySample]) -> dict[str, float]:
+    part = np.random.default_rng(0).permutation(len(samples)) % HELD_OUT
+    predicted = np.empty(len(samples))
+    for number in range(HELD_OUT):
+        kept = [it for it, own in zip(samples, part, strict=True) if own != number]
+        held = [it.setting for it, own in zip(samples, part, strict=True) if own == number]
+        predicted[part == number] = _predicted(_trained(kept), held)
+    measured = np.array([it.loss for it in samples])
+    low, high = np.array([it.interval for it in samples]).T
     right = np.array([(predicted <= bound) == (measured <= bound) for bound in BOUNDS])
     sure = np.array([(bound < low) | (high <= bound) for bound in BOUNDS])
     return {
         "mean_absolute_error": float(np.abs(predicted - measured).mean()),
         "right_side_of_bound": float(right.mean()),
         "right_side_beyond_interval": float(right[sure].mean()) if sure.any() else 1.0,
-        "questions": float(np.mean([it.questions for it in held])),
-        "samples": float(len(held)),
+        "questions": float(np.mean([it.questions for it in samples])),
+        "samples": float(len(samples)),
     }
 
 

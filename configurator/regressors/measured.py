@@ -18,8 +18,8 @@ that kind to lose."""
 
 def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[AccuracySample]:
     """One for each configuration that was measured. Of its kinds of questions the one that loses
-    most counts: a bound is to be kept whatever is asked. Plain text counts where the model answers
-    none of them.
+    most counts, of equals the one most asked: a bound is to be kept whatever is asked. Plain text
+    counts where the model answers none of them.
 
     Args:
         layers: of the model.
@@ -28,7 +28,7 @@ def accuracy_samples(rows: Iterable[AccuracyRow], *, layers: int) -> list[Accura
     for row in rows:
         by_setting[_setting(row, layers)][row.kind].append(row)
     return [
-        max(_counting(setting, by_kind), key=lambda it: it.loss)
+        max(_counting(setting, by_kind), key=lambda it: (it.loss, it.questions))
         for setting, by_kind in by_setting.items()
     ]
 

@@ -14,6 +14,7 @@ from csps.configurator.enumeration import Judging, Loss, Space
 from csps.configurator.layer_groups import LayerGroups
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.regressors.samples import Setting
 from csps.configurator.search import (
     Answer,
     Found,
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     search = exhaustive if arguments.exhaustive else enumerated
     loss = _loss(model, question)
     answer = with_rings(question, search(question, _space(group), loss))
-    by_hand = compared(question, _by_hand(arguments), loss)
+    by_hand = compared(question, _by_hand(arguments), _predicted(model, question))
     for line in _lines(question, answer, by_hand, model, arguments):
         print(line)
     return 0 if answer.met else 1
@@ -65,12 +66,30 @@ def _by_hand(arguments: argparse.Namespace) -> list[CsaSettings]:
 
 
 def _loss(model: AccuracyModel | None, question: Question) -> Loss:
-    """F_Ad; of what was never measured only exact attention is known to lose nothing."""
+    """What may be counted on; of what was never measured only exact attention is known to lose
+    nothing."""
     if model is not None:
         return model.of_group(
             question.group.locations, layers=question.group.shape.layers, tokens=question.tokens
         )
-    return lambda configurations: [0.0 if it.lossless else 1.0 for it in configurations]
+    return _unknown
+
+
+def _predicted(model: AccuracyModel | None, question: Question) -> Loss:
+    """F_Ad's own word, also of what no measurement vouches for."""
+    if model is None:
+        return _unknown
+    group, tokens = question.group, question.tokens
+    return lambda configurations: model.loss(
+        [
+            Setting(tokens=tokens, locations=group.locations, layers=group.shape.layers, csa=it)
+            for it in configurations
+        ]
+    ).tolist()
+
+
+def _unknown(configurations: Sequence[CsaSettings]) -> list[float]:
+    return [0.0 if it.lossless else 1.0 for it in configurations]
 
 
 def _space(group: SimulatedGroup) -> Space:

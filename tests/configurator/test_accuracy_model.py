@@ -99,7 +99,7 @@ def test_search_asks_for_answers_not_for_micro_partitions(model: AccuracyModel) 
         CsaSettings(drop_ratios=((0.9,),), importance_layer="same", micro_partitions=((m,),))
         for m in (1, 4)
     ]
-    assert loss(alike) == [model.loss([setting(0.9)])[0]] * 2
+    assert loss(alike) == [model.surely([setting(0.9)])[0]] * 2
 
 
 def test_it_comes_back_from_disk_as_it_was(model: AccuracyModel, tmp_path: Path) -> None:
@@ -107,6 +107,7 @@ def test_it_comes_back_from_disk_as_it_was(model: AccuracyModel, tmp_path: Path)
     again = AccuracyModel.load(tmp_path / "made", HERE)
     asked = [setting(ratio) for ratio in (0.1, 0.5, 0.9)]
     assert again.loss(asked).tolist() == model.loss(asked).tolist()
+    assert again.surely(asked).tolist() == model.surely(asked).tolist()
     assert again.description == model.description
 
 

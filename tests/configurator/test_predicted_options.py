@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from pipeline_groups import group
 
 from csps.configurator.answering import Answerer, answered_space, exact_seconds
 from csps.configurator.bound_buckets import LOSSES
+from csps.configurator.phase_times import Amounts
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
@@ -19,9 +21,11 @@ from csps.configurator.predicted_options import (
     PAYS,
     RESOLUTION,
     PredictedOptions,
+    bucket_ends,
     exact_candidates,
 )
 from csps.configurator.regressors.direct import Predicted
+from csps.configurator.regressors.samples import Setting
 from csps.configurator.search import Question
 from csps.configurator.strategy_rules import StrategyRules
 from csps.protocols.csa_settings import CsaSettings
@@ -47,9 +51,12 @@ class Loses:
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:
-        return lambda settings: [self.loss(it) for it in settings]
+        return lambda configurations: [self._lost(it) for it in configurations]
 
-    def loss(self, it: CsaSettings) -> float:
+    def loss(self, settings: Sequence[Setting]) -> Amounts:
+        return np.array([self._lost(it.csa) for it in settings])
+
+    def _lost(self, it: CsaSettings) -> float:
         if it.lossless:
             return 0.0
         if it.importance_layer == "previous":
@@ -114,6 +121,27 @@ def test_what_no_measurement_could_tell_from_nothing_loses_nothing(
     assert RESOLUTION > 1e-4
     dropping = [parse_option(it.strategy).csa for it in offered if it.loss == 0]
     assert any(it is not None and not it.lossless for it in dropping)
+
+
+def test_whatever_prompt_of_a_bucket_comes_keeps_the_bound() -> None:
+    """What loses nothing with the bucket's middle, but all at one of its ends, is not offered."""
+
+    class Short(Loses):
+        def of_group(
+            self, locations: Sequence[str], *, layers: int, tokens: int
+        ) -> Callable[[Sequence[CsaSettings]], list[float]]:
+            if tokens != bucket_ends(TOKENS)[0]:
+                return super().of_group(locations, layers=layers, tokens=tokens)
+            return lambda configurations: [
+                1.0 if max(map(max, it.drop_ratios)) > 0.4 else self._lost(it)
+                for it in configurations
+            ]
+
+    assert bucket_ends(TOKENS) == (1 << 14, (1 << 15) - 1)
+    short: Any = Short()
+    found = answer(StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=short)))
+    dropping = [it.drop_ratios for one in found if (it := parse_option(one.strategy).csa)]
+    assert 0.2 < max(max(map(max, it)) for it in dropping) <= 0.4
 
 
 def test_only_judging_that_loses_little_is_offered(offered: tuple[StrategyChoice, ...]) -> None:

@@ -31,7 +31,7 @@ from csps.services.profiling import command
 from csps.services.profiling.accuracy import profile
 from csps.services.profiling.accuracy.emulated_group import EmulatedGroup
 from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
-from csps.services.profiling.accuracy.first_layer import FirstLayer
+from csps.services.profiling.accuracy.first_layer import FirstLayer, SharedText
 from csps.services.profiling.accuracy.points import Branch, Enumeration, Point
 from csps.services.profiling.accuracy.profile import HOPELESS, AccuracyProfile
 from csps.services.profiling.accuracy.questions import (
@@ -137,6 +137,19 @@ def test_what_configurations_have_in_common_changes_none_of_them(gang: StrategyR
             assert_near(shared.logits(group), alone)
 
 
+def test_a_text_is_the_same_behind_whatever_stands_before_it(gang: StrategyRanks) -> None:
+    ids, other = gang.prompt(1, TOKENS).tolist(), gang.prompt(2, 9).tolist()
+    with torch.inference_mode():
+        text = SharedText.of(gang.network, ids[9:], 9)
+        for before in (ids[:9], other):
+            shared = text.behind(gang.network, before)
+            whole = FirstLayer.of(gang.network, [*before, *ids[9:]])
+            for name in ("q_nhd", "k_ngd", "v_ngd", "x_nd"):
+                assert_near(getattr(shared, name), getattr(whole, name))
+        begin = SharedText.of(gang.network, ids, 0).behind(gang.network, [])
+        assert_near(begin.x_nd, FirstLayer.of(gang.network, ids).x_nd)
+
+
 # --- questions ---------------------------------------------------------------------------------
 
 
@@ -161,6 +174,16 @@ def test_with_nothing_dropped_nothing_is_lost(needle: LocalModel, kind: Question
     assert abs(score.divergence) < 1e-4
     assert asked.score(exact, blind).right < score.questions
     assert asked.score(exact, blind).divergence > 1.0
+
+
+def test_other_seeds_ask_for_other_facts(needle: LocalModel) -> None:
+    with torch.inference_mode():
+        one, same, other = (
+            [it.answer for it in NeedleQuestions("multi_key", "last", seed).asked(needle, 256, 0)]
+            for seed in (1, 1, 2)
+        )
+    assert one == same
+    assert one != other
 
 
 def test_kinds_are_told_apart_by_their_names() -> None:

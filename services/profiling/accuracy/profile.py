@@ -37,12 +37,12 @@ class Tally:
     right_exact: int = 0
     right: int = 0
 
-    def add(self, row: AccuracyRow) -> None:
+    def add(self, answers: AccuracyRow | Score) -> None:
         """One round more."""
         self.rounds += 1
-        self.questions += row.questions
-        self.right_exact += row.right_exact
-        self.right += row.right
+        self.questions += answers.questions
+        self.right_exact += answers.right_exact
+        self.right += answers.right
 
     @property
     def lost_nothing(self) -> bool:
@@ -93,7 +93,8 @@ class AccuracyProfile:
         begin = time.monotonic()
         scores: dict[Point, list[Score]] = {point: [] for point in wanting}
         for asked in kind.asked(self.model, tokens, number):
-            self._ask(asked, scores)
+            for point, score in answered(self.model, asked, wanting).items():
+                scores[point].append(score)
         for point in wanting:
             row = _row(point, kind, scores[point])
             self.base.add(row)
@@ -102,16 +103,6 @@ class AccuracyProfile:
             f"{tokens:>6} tokens, {kind.name}: round {number + 1} of {kind.rounds}, "
             f"{len(wanting)} configurations ({time.monotonic() - begin:.0f} s)"
         )
-
-    def _ask(self, asked: Asked, scores: dict[Point, list[Score]]) -> None:
-        spec = self.model.network.spec
-        exact = EmulatedGroup(
-            spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
-        )
-        exact_sv = asked.prompt.logits(exact)
-        for point, of_point in scores.items():
-            sparse_sv = asked.prompt.logits(point.group(spec, asked.tokens))
-            of_point.append(asked.score(exact_sv, sparse_sv))
 
     # --- what is worth asking ------------------------------------------------------------------
 
@@ -148,6 +139,19 @@ class AccuracyProfile:
         return max(
             (it.interval[0] for kind, it in tallies.items() if kind != PLAIN_TEXT), default=0.0
         )
+
+
+def answered(model: LocalModel, asked: Asked, points: Iterable[Point]) -> dict[Point, Score]:
+    """A prompt by each configuration."""
+    spec = model.network.spec
+    group = EmulatedGroup(
+        spec=spec, plan=CsaPlan(locations=("0-0-0",), levels=1), tokens=asked.tokens
+    )
+    exact_sv = asked.prompt.logits(group)
+    return {
+        point: asked.score(exact_sv, asked.prompt.logits(point.group(spec, asked.tokens)))
+        for point in points
+    }
 
 
 def _row(point: Point, kind: QuestionKind, scores: Iterable[Score]) -> AccuracyRow:

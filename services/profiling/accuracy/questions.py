@@ -20,7 +20,7 @@ from csps.models.needle_prompts.questions import Kind, Order
 from csps.services.evaluation.cases import Case, Evaluation, cases
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.profiling.accuracy.emulated_prompt import EmulatedPrompt
-from csps.services.profiling.accuracy.first_layer import FirstLayer
+from csps.services.profiling.accuracy.first_layer import FirstLayer, SharedText
 
 QUESTIONS = 400
 """Of each kind, to a point."""
@@ -127,6 +127,8 @@ class NeedleQuestions:
 
     kind: Kind
     order: Order
+    seed: int = 1
+    """Others ask about other facts in other texts."""
 
     @property
     def name(self) -> str:
@@ -141,7 +143,12 @@ class NeedleQuestions:
     def asked(self, model: LocalModel, tokens: int, number: int) -> Iterator[AskedQuestion]:
         """See `QuestionKind`."""
         evaluation = Evaluation(
-            kinds=(self.kind,), questions=QUESTIONS, share=SHARE, needles=SHARE, order=self.order
+            kinds=(self.kind,),
+            questions=QUESTIONS,
+            share=SHARE,
+            needles=SHARE,
+            order=self.order,
+            seed=self.seed,
         )
         haystacks = cases(evaluation, self.kind, tokens - 1, model.count)
         each = ROUND // SHARE
@@ -177,14 +184,20 @@ KINDS: tuple[QuestionKind, ...] = (
 
 
 def _asked(model: LocalModel, case: Case) -> Iterator[AskedQuestion]:
-    """The first layer of what stands before a question is computed once for all that share it."""
-    network, known = model.network, {}
+    """The first layer of what questions share is computed once for all of them."""
+    network = model.network
+    texts: dict[tuple[int, ...], SharedText] = {}
+    firsts: dict[str, FirstLayer] = {}
     for question in case.questions:
         before, cue = question.around(case.order)
-        if before not in known:
+        if before not in firsts:
+            begin = len(model.tokenizer.encode(before).ids)
             ids = model.tokenizer.encode(before + case.haystack.text).ids
-            known = {before: FirstLayer.of(network, ids)}
-        first = known[before]
+            key = (begin, *ids[begin:])
+            if key not in texts:
+                texts = {key: SharedText.of(network, ids[begin:], begin)}
+            firsts = {before: texts[key].behind(network, ids[:begin])}
+        first = firsts[before]
         behind, answer = (_encoded(model, text) for text in (cue, f" {question.answer}"))
         tokens = len(first.x_nd) + len(behind)
         scored = range(tokens - 1, tokens + len(answer))

@@ -1,0 +1,168 @@
+"""What is chosen within bounds on the loss, asked questions that nothing was learned from.
+
+    python benchmarks/kept_bounds.py [--lengths 1024 2048 4096] [--questions 400] [--json FILE]
+
+Of the included model, with what ships of its losses: for the bucket of the cost table that each
+length begins, whose shortest prompts keep fewest tokens, and for groups of two to eight instances
+the quickest option within each bound. Questions stand before their text, which is where sparse
+attention loses most, in one step and in two; losses are of the kind that loses more. A bound is
+broken if the whole interval of 95 % is beyond it. One process answers as a group's ranks do, so
+that times play no part; those that choices are made by are the pipeline simulator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import yaml
+from configurator import shipped, trained
+
+from csps.configurator.enumeration import Judging
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.predicted_options import PredictedOptions
+from csps.loadgen.planner.hardware_file import load_group
+from csps.protocols.options import parse_option
+from csps.protocols.plans import StrategyQuestion
+from csps.services.evaluation.local_model import LocalModel
+from csps.services.launch.settings import shipped_models
+from csps.services.profiling.accuracy.points import Branch, Point
+from csps.services.profiling.accuracy.profile import Tally, answered
+from csps.services.profiling.accuracy.questions import NeedleQuestions
+
+BOUNDS = (0.0, 0.01, 0.05)
+SHAPES = ("2", "2+2", "4+4")
+SEED = 2
+"""Of the questions; those that were learned from have another."""
+KINDS = tuple(NeedleQuestions(kind, "first", SEED) for kind in ("multi_key", "two_hop"))
+
+
+def main() -> int:
+    """Measure and publish; the exit status."""
+    arguments = _arguments()
+    rows = bounds(arguments)
+    dropping = [it for it in rows if it["questions"]]
+    summary = {
+        "chosen": len(rows),
+        "dropping": len(dropping),
+        "broken": sum(not it["kept"] for it in dropping),
+    }
+    result = {"benchmark": "kept bounds", "seed": SEED, "summary": summary}
+    report.publish(result, rows, arguments.json)
+    return 0
+
+
+def bounds(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each length, group and bound."""
+    accuracy, cluster = shipped(), Path(arguments.cluster)
+    options = PredictedOptions(
+        answerer=trained([load_group(str(cluster), instances=it) for it in (2, 4)], accuracy),
+        accuracy=accuracy,
+        group_of=partial(_spread, cluster),
+    )
+    model = LocalModel.load(shipped_models() / "needle")
+    rows = []
+    for tokens in arguments.lengths:
+        chosen = {
+            (shape, bound): _chosen(options, shape, tokens, bound)
+            for shape in arguments.shapes
+            for bound in BOUNDS
+        }
+        points = list(dict.fromkeys(it for it in chosen.values() if it))
+        answers = _answers(model, points, tokens, arguments.questions)
+        rows += [
+            {"tokens": tokens, "group": shape, "bound": bound, **_row(point, answers, bound)}
+            for (shape, bound), point in chosen.items()
+        ]
+    return rows
+
+
+def _spread(cluster: Path, servers: Sequence[int], tp: int) -> SimulatedGroup:
+    """The cluster's speeds, with other servers, each of as many instances."""
+    written = yaml.safe_load(cluster.read_text())
+    (kind,) = written["servers"]
+    written["servers"] = [{**kind, "count": len(servers), "instances": servers[0], "tp": tp}]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / cluster.name
+        path.write_text(yaml.safe_dump(written))
+        return load_group(str(path))
+
+
+def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) -> Point | None:
+    """The quickest of a bucket within a bound; None if it is exact."""
+    asked = StrategyQuestion(
+        csa=None,
+        bounded=True,
+        servers=tuple(map(int, shape.split("+"))),
+        tp=1,
+        tokens=3 << (tokens.bit_length() - 1) >> 1,
+    )
+    within = [it for it in options.options(asked) if it.loss is not None and it.loss <= bound]
+    settings = parse_option(min(within, key=lambda it: it.permille).strategy).csa
+    if settings is None or settings.lossless:
+        return None
+    assert settings.levels is not None
+    branch = Branch(
+        tokens=tokens,
+        group_shape=shape,
+        strategy="tp" if settings.strategy == "tp" else "ntp",
+        levels=settings.levels,
+        judging=Judging(settings.importance_layer, settings.importance_window),
+    )
+    return Point(branch=branch, drop_ratio=settings.drop_ratios[0][0])
+
+
+@torch.inference_mode()
+def _answers(
+    model: LocalModel, points: Sequence[Point], tokens: int, questions: int
+) -> dict[Point, list[Tally]]:
+    """What each point answers of each kind."""
+    found: dict[Point, list[Tally]] = {point: [] for point in points}
+    for kind in KINDS if points else ():
+        tallies = {point: Tally() for point in points}
+        rounds = (kind.asked(model, tokens, number) for number in range(kind.rounds))
+        for asked in islice(chain.from_iterable(rounds), questions):
+            for point, score in answered(model, asked, points).items():
+                tallies[point].add(score)
+        for point, tally in tallies.items():
+            found[point].append(tally)
+    return found
+
+
+def _row(point: Point | None, answers: dict[Point, list[Tally]], bound: float) -> dict[str, Any]:
+    if point is None:
+        return {"strategy": "exact", "levels": None, "ratio": 0.0, "questions": 0, "kept": True}
+    worst = max(answers[point], key=lambda it: it.interval)
+    low, high = worst.interval
+    return {
+        "strategy": point.branch.strategy,
+        "levels": point.branch.levels,
+        "ratio": point.drop_ratio,
+        "questions": worst.questions,
+        "lost": worst.right_exact - worst.right,
+        "low": low,
+        "high": high,
+        "kept": low <= bound,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    here = Path(__file__).with_name("needle-two-servers.yaml")
+    parser.add_argument("--cluster", default=str(here), help="a file as `csps plan` takes it")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1_024, 2_048, 4_096])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="instances by server")
+    parser.add_argument("--questions", type=int, default=400, help="of each kind")
+    return report.with_json_option(parser).parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
