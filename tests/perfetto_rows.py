@@ -11,8 +11,11 @@ Event = dict[str, Any]
 
 
 def by_row(trace: Iterable[Event]) -> dict[tuple[str, str], list[Event]]:
-    """Slices by the names of their process and row."""
+    """Slices by the names of their process and row. Perfetto confuses row 0 with the row that is
+    numbered like its process."""
     trace = list(trace)
+    assert not [it for it in trace if it["ph"] in "XM" and it["tid"] == it["pid"]]
+    assert not [it for it in trace if it["ph"] == "X" and it["tid"] == 0]
     names = {
         (it["name"], it["pid"], it["tid"]): it["args"]["name"] for it in trace if it["ph"] == "M"
     }
@@ -34,9 +37,11 @@ def crossings(trace: Iterable[Event]) -> list[tuple[Event, Event]]:
     ]
 
 
-def _cross(begin: float, end: float, later_begin: float, later_end: float) -> bool:
+def _cross(begin: int, end: int, later_begin: int, later_end: int) -> bool:
     return begin < later_begin < end < later_end
 
 
-def _span(it: Event) -> tuple[float, float]:
-    return it["ts"], it["ts"] + it["dur"]
+def _span(it: Event) -> tuple[int, int]:
+    """Nanoseconds, as Perfetto reads microseconds: in floating point, one by one."""
+    begin = int(it["ts"] * 1000.0)
+    return begin, begin + int(it["dur"] * 1000.0)

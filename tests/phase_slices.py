@@ -10,18 +10,20 @@ from csps.services.telemetry.traces.slices import Slice, process_trace
 
 
 def rank_trace(events: Iterable[Event]) -> list[slices.Event]:
-    """Of one process."""
+    """Of one process, from its first event on."""
+    events = list(events)
+    first_ns = min(it.start_ns for it in events)
     return process_trace(
         [
             Slice(
                 it.name if it.name in TRANSFERS else "compute",
                 it.name,
-                it.start_ns,
-                it.end_ns,
+                it.start_ns - first_ns,
+                it.end_ns - first_ns,
                 {"layer": it.layer, "level": it.level, "micro": it.micro},
             )
             for it in events
         ],
-        pid=7,
+        pid=700,
         name="rank 7",
     )

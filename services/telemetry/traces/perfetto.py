@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 
 from csps.actors.timeline import TRANSFERS
@@ -19,22 +20,29 @@ from csps.services.telemetry.traces.spans import Span, Trace
 LANDING, PREFILL = "kv.landing", "prefill.compute"
 INSIDE_NS = 1000
 """So long before its end a slice is open for certain, by the microseconds of the format."""
+_PID = 1000
+"""The first process; the second one is twice that."""
 _ORDER = ("csps-router", "csps-configurator", "csps-prefill", "csps-elastic", "csps-decode")
 Process = tuple[str, int]
 """Service, and rank or -1."""
 
 
 def trace_events(trace: Trace) -> list[Event]:
-    """In Chrome's trace format."""
+    """In Chrome's trace format, from the beginning of the first span on."""
+    first_ns = trace.spans[0].start_ns
+    spans = [
+        replace(it, start_ns=it.start_ns - first_ns, end_ns=it.end_ns - first_ns)
+        for it in trace.spans
+    ]
     processes: dict[Process, list[Span]] = defaultdict(list)
-    for span in trace.spans:
+    for span in spans:
         processes[_process(span)].append(span)
     places: dict[str, Place] = {}
     events: list[Event] = []
-    for pid, process in enumerate(sorted(processes, key=_order)):
+    for number, process in enumerate(sorted(processes, key=_order), 1):
         slices = [_slice(span) for span in processes[process]]
-        events += process_trace(slices, pid=pid, name=_name(process), places=places)
-    return events + list(_arrows(trace.spans, places))
+        events += process_trace(slices, pid=_PID * number, name=_name(process), places=places)
+    return events + list(_arrows(spans, places))
 
 
 def _process(span: Span) -> Process:

@@ -8,6 +8,10 @@ from itertools import chain, count
 from typing import Any
 
 Event = dict[str, Any]
+TICK_NS = 125
+"""Times are written in eighths of a microsecond: Perfetto multiplies what it reads by 1000, in
+floating point, and whole nanoseconds come out of these. It drops slices that cross, be it by one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,7 @@ class Slice:
     row: str
     name: str
     start_ns: int
+    """From a moment near the trace's first: Unix time has too many digits."""
     end_ns: int
     arguments: Mapping[str, Any]
     id: str = ""
@@ -37,13 +42,15 @@ def process_trace(
     """Slices of one process, microseconds, from the first to the last.
 
     Args:
+        pid: more than the process has rows: Perfetto takes row 0, and the one that is numbered like
+            its process, for one and the same.
         places: is given where each slice with an id was drawn.
     """
     rows: dict[str, int] = {}
     trace: list[Event] = [_named("process_name", pid, 0, name)]
     for it, row in _without_crossings(slices):
-        start_us, end_us = it.start_ns / 1000, it.end_ns / 1000
-        tid = rows.setdefault(row, len(rows))
+        start_us, end_us = microseconds(it.start_ns), microseconds(it.end_ns)
+        tid = rows.setdefault(row, 1 + len(rows))
         if places is not None:
             places[it.id] = Place(pid, tid)
         trace.append(
@@ -53,7 +60,6 @@ def process_trace(
                 "pid": pid,
                 "tid": tid,
                 "ts": start_us,
-                # Of what is written: a quarter of a microsecond is all that Unix time leaves.
                 "dur": end_us - start_us,
                 "args": it.arguments,
             }
@@ -67,9 +73,21 @@ def flow(
     """An arrow from the innermost slice that is open at one place to that at another."""
     common = {"cat": "flow", "name": name, "id": number}
     return [
-        {**common, "ph": "s", "pid": begin.pid, "tid": begin.tid, "ts": begin_ns / 1000},
-        {**common, "ph": "f", "bp": "e", "pid": end.pid, "tid": end.tid, "ts": end_ns / 1000},
+        {**common, "ph": "s", "pid": begin.pid, "tid": begin.tid, "ts": microseconds(begin_ns)},
+        {
+            **common,
+            "ph": "f",
+            "bp": "e",
+            "pid": end.pid,
+            "tid": end.tid,
+            "ts": microseconds(end_ns),
+        },
     ]
+
+
+def microseconds(ns: int) -> float:
+    """As times are written."""
+    return ns // TICK_NS / 8
 
 
 def _without_crossings(slices: Iterable[Slice]) -> Iterator[tuple[Slice, str]]:
