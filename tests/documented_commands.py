@@ -56,6 +56,25 @@ def commands() -> list[Documented]:
     return found
 
 
+def documented(name: str) -> list[Documented]:
+    """Those of one program."""
+    return [it for it in commands() if program(it) == name]
+
+
+def program(it: Documented) -> str:
+    """Which it is, whoever is to run it."""
+    return Path(_unprivileged(it)[0]).name
+
+
+def arguments(it: Documented) -> list[str]:
+    """What the program is told."""
+    return _unprivileged(it)[1:]
+
+
+def _unprivileged(it: Documented) -> list[str]:
+    return [word for word in it.words if word != "sudo"]
+
+
 def _commands(block: str) -> Iterator[tuple[str, ...]]:
     """A command ends with a line, but for quotes that are open and lines that a `\\` joins."""
     pending = ""

@@ -8,23 +8,30 @@ import runpy
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from documented_commands import ROOT, Documented, commands, fenced
+from documented_commands import (
+    ROOT,
+    Documented,
+    arguments,
+    commands,
+    documented,
+    fenced,
+    program,
+)
 
 from csps.cli import COMMANDS
 from csps.protocols.openai import CompletionRequest, parse_request
+from csps.protocols.topology import Location
 
-RUN_ELSEWHERE = {
-    "helm": "tests/helm/test_helm_objects.py",
-    "kubectl": "tests/helm/test_helm_objects.py",
-    "ray": "tests/testbed/test_ray_cluster.py",
+CHECKED_ELSEWHERE = {
+    "helm": "tests/helm/test_helm_commands.py",
+    "kubectl": "tests/helm/test_helm_commands.py",
     "prometheus": "tests/end_to_end/test_observed.py",
 }
-"""Other people's programs, and the test that runs what the command is about."""
-OURS = ("csps", "make", "python", "curl")
+"""Programs whose commands another test reads from the documents."""
+CHECKED_HERE = ("csps", "make", "python", "curl", "ray")
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
@@ -44,29 +51,15 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
 
 
-def program(it: Documented) -> str:
-    """Which it is, whoever is to run it."""
-    words = [word for word in it.words if word != "sudo"]
-    return Path(words[0]).name
-
-
-def arguments(it: Documented) -> list[str]:
-    words = [word for word in it.words if word != "sudo"]
-    return words[1:]
-
-
-def documented(name: str) -> list[Documented]:
-    return [it for it in commands() if program(it) == name]
-
-
 def test_every_command_is_checked_somewhere() -> None:
     """A new program in a document needs a check here."""
-    assert {program(it) for it in commands()} <= {*OURS, *RUN_ELSEWHERE}
-    assert all((ROOT / path).is_file() for path in RUN_ELSEWHERE.values())
+    assert {program(it) for it in commands()} <= {*CHECKED_HERE, *CHECKED_ELSEWHERE}
+    for name, path in CHECKED_ELSEWHERE.items():
+        assert f'documented("{name}")' in (ROOT / path).read_text()
 
 
 def test_commands_stand_in_blocks_that_are_checked() -> None:
-    programs = {*OURS, *RUN_ELSEWHERE, "sudo", "pip"}
+    programs = {*CHECKED_HERE, *CHECKED_ELSEWHERE, "sudo", "pip"}
     for where, kind, lines in fenced():
         first = [line.split()[0] for line in lines if line.split()]
         if kind != "console":
@@ -112,3 +105,15 @@ def test_a_question_to_the_server_is_one(it: Documented) -> None:
     for body in after(words, "-d"):
         if not body.startswith("@"):
             assert parse_request(CompletionRequest, body.encode()).model == "needle"
+
+
+@pytest.mark.parametrize("it", documented("ray"), ids=str)
+def test_ray_understands_its_words_and_csps_the_label(it: Documented) -> None:
+    from ray.scripts.scripts import start
+
+    command, *words = arguments(it)
+    assert command == start.name
+    labels = start.make_context(command, words).params["labels"]
+    name, _, server = labels.partition("=")
+    assert name == "csps.io/server"
+    assert str(Location.parse(f"{server}-0")) == f"{server}-0"

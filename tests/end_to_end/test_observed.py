@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from deployed import MODEL, Deployed, deployed
+from documented_commands import arguments, documented
 from free_ports import free_port
 
 from csps.services.launch.settings import shipped_models
@@ -24,7 +25,7 @@ from csps.services.telemetry.traces.spans import Span, Trace, read_spans, span_f
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-MONITORING = Path(__file__).resolve().parents[2] / "docs" / "monitoring"
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 POLL_S = 0.2
 ABSENT = ("csps:requests_refused_total", "csps:request_ttft_bounds_total", "csps:elastic_")
@@ -130,11 +131,13 @@ def test_the_spans_of_a_request_add_up_to_what_its_client_waited_for(server: Dep
 
 @contextmanager
 def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
-    """Prometheus with the repository's configuration, but for the port and the patience."""
+    """Prometheus as documented, but for the server's port, the patience and where data goes."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed")
-    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    (words,) = map(arguments, documented("prometheus"))
+    (documented_file,) = [it for it in words if it.endswith(".yml")]
+    config = yaml.safe_load((ROOT / documented_file).read_text())
     config["global"]["scrape_interval"] = "1s"
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.split("/")[2]]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -142,7 +145,7 @@ def prometheus(server: Deployed, folder: Path) -> Iterator[httpx.Client]:
     process = subprocess.Popen(
         [
             program,
-            f"--config.file={folder / 'prometheus.yml'}",
+            *(it if it != documented_file else str(folder / "prometheus.yml") for it in words),
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address={address}",
             "--log.level=error",
@@ -180,7 +183,7 @@ def fails(server: Deployed) -> None:
 def test_prometheus_has_data_for_every_query_of_the_dashboard(
     server: Deployed, tmp_path: Path
 ) -> None:
-    panels = json.loads((MONITORING / "grafana-dashboard.json").read_text())["panels"]
+    panels = json.loads((ROOT / "docs/monitoring/grafana-dashboard.json").read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
     with prometheus(server, tmp_path) as client:
         eventually("prometheus does not scrape", lambda: result(client, "csps:ready == 1"))

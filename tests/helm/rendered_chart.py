@@ -85,9 +85,15 @@ class Rendered:
         return application
 
 
-def render(values: Values | None = None, *, chart: Path = CHART) -> Rendered:
-    """Render as `helm install demo` in the namespace `llm` would."""
-    files = Chart.load(chart).render(values or {}, name=RELEASE, namespace=NAMESPACE)
+def render(
+    values: Values | None = None,
+    *,
+    chart: Path = CHART,
+    release: str = RELEASE,
+    namespace: str = NAMESPACE,
+) -> Rendered:
+    """Render as `helm install` would."""
+    files = Chart.load(chart).render(values or {}, name=release, namespace=namespace)
     notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
     texts = [text for name, text in files.items() if name.endswith(".yaml")]
     documents = [it for text in texts for it in yaml.safe_load_all(text) if it is not None]
