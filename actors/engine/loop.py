@@ -142,7 +142,8 @@ class EngineLoop:
         if self._engine.instance not in message.instances:
             return
         with self._changing:
-            if (reservation := self.stream.reservations.find(message.rid)) is None:
+            find, rid = self.stream.reservations.find, message.rid
+            if (reservation := find(rid)) is None:
                 return
             drawn_here = message.after.master == self._engine.instance
             begins_here = drawn_here and message.before.master != self._engine.instance
@@ -151,6 +152,7 @@ class EngineLoop:
                 self._engine,
                 message,
                 row_of=self.stream.row,
+                wanted=lambda: find(rid) is not None,
                 sampler=sampler_of(request, vocab) if begins_here else None,
                 next_turn=self._next_turn,
             )

@@ -52,12 +52,14 @@ class MoveRun:
         message: MoveRow,
         *,
         row_of: Callable[[int], Row],
+        wanted: Callable[[], bool],
         sampler: TokenSampler | None,
         next_turn: Callable[[MoveRun], tuple[int, Run] | None],
     ) -> None:
         """
         Args:
             row_of: the row of a sequence, as this rank knows it.
+            wanted: whether the row has not left here.
             sampler: where it is drawn here from then on, and was not before.
             next_turn: as in `LogTurns`.
         """
@@ -68,7 +70,7 @@ class MoveRun:
         self.state: RowAt | None = None
         """Of the row at its end."""
         self.turns = LogTurns(partial(next_turn, self), self.clock.yielding)
-        self._engine, self._row_of = engine, row_of
+        self._engine, self._row_of, self._wanted = engine, row_of, wanted
         self._transfers = tuple(message.transfers())
         self._rounds = rounds_of(self._transfers)
         self._total = move_parts(message, engine.spec.layers)
@@ -92,7 +94,10 @@ class MoveRun:
         return [it.span for it in self._transfers if it.source == source or it.target == target]
 
     def take_slots(self) -> bool:
-        """Take the slots of what comes here: all or none, and whether it has them."""
+        """Take the slots of what comes here: all or none, and whether it has them. Those of a row
+        that has left are somebody else's already; the log is about to drop its move."""
+        if not self._wanted():
+            return False
         spans = self._spans(target=self._engine.instance)
         try:
             self._engine.pool.allocate(self.message.rid, spans)

@@ -78,14 +78,21 @@ class Plans:
                 self._requests.live[it.request].passed_rounds += 1
         wakes = [it.at_ns for it in decisions if type(it) is WakeAt]
         self._turn.wake_ns = min(wakes, default=None)
-        for move, needed in zip(moves, moving, strict=True):
-            if self._prefix.make_room(needed):
-                self._sequences.move(self._sequences.by_id[move.sequence], move.placement)
+        evicting = [not self._move(*it) for it in zip(moves, moving, strict=True)]
         for replan in replans:
             self._replan(replan)
+        if any(evicting):
+            return  # perhaps what a plan goes on from: decided again when that is gone
         for start in checked:
             if not self._begin(start):
                 break  # decided again, as all behind it, when what it waits for is empty
+
+    def _move(self, move: Move, needed: dict[InstanceId, int]) -> bool:
+        """Have KV moved, if all slots that it needs are empty; else have them emptied."""
+        empty = self._prefix.make_room(needed)
+        if empty:
+            self._sequences.move(self._sequences.by_id[move.sequence], move.placement)
+        return empty
 
     def _begin(self, checked: CheckedPlan | CheckedRide) -> bool:
         """Carry a decision out, if all slots that it needs are empty; else have them emptied."""

@@ -31,8 +31,9 @@ from property_examples import examples
 
 from csps.actors.engine import move_run
 from csps.actors.mesh import GroupMaker
+from csps.protocols import schema
 from csps.protocols.placement import KvShare, round_robin
-from csps.protocols.row_move import RowMoved, RowPlacement
+from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement
 from csps.protocols.sampling import Sampling
 from csps.protocols.span import Span
 
@@ -168,6 +169,39 @@ async def test_a_row_that_ends_takes_its_move_along(
         await cell.freed(1, 3)
         ranks = cell.prefill_gang.ranks
         await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        cell.check_idle()
+
+
+async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
+    tiny_llama: Path,
+) -> None:
+    """The slots are somebody else's from then on, although the log has not dropped the move yet:
+    the leader hears of it last."""
+    async with elastic_cell(tiny_llama, 2, kv_slots=64) as cell:
+        loop = cell.prefill_gang.ranks[1].loop
+        pool = cell.prefill_gang.ranks[1].engine.pool
+        request = talking(1, 20, 40, 0)
+        await decode(cell, request)
+        pool.allocate(99, [Span(0, 64)])
+        message = schema.pack(
+            MoveRow(
+                job_id=1_000,
+                rid=1,
+                prompt_length=20,
+                stop=59,
+                before=placed(request),
+                after=on(request, 1),
+            )
+        )
+        cell.decode.notify(1, "move", message)
+        await eventually(lambda: loop.waiting == 1)
+        cell.cancel(1)
+        await cell.freed(1)
+        pool.free_request(99)
+        loop._desk.slots_came_back()
+        assert pool.used == 0
+        cell.decode.notify(0, "move", message)
+        await eventually(lambda: loop.waiting == 0)
         cell.check_idle()
 
 
