@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     policy_digest: str
     table_digest: str
     """Of the cost table at the start."""
-    options: dict[str, int | float] = msgspec.field(default_factory=dict)
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
     """What the policy was told."""
     limits: QueueLimits = QueueLimits()
     deadlines: DeadlineSettings = DeadlineSettings()

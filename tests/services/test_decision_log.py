@@ -85,9 +85,19 @@ async def test_a_run_with_faults_is_replayed_byte_for_byte(tmp_path: Path) -> No
         replayed(path)
 
 
-def test_the_settings_say_whether_there_is_a_log(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "fixed_sp", "sp": 1},
+        {"policy": "tetris", "chunked": False, "layout": "striped"},
+        {"policy": "tetris", "improvement_rates": [[1.0, 0.3]]},
+    ],
+)
+def test_the_settings_say_whether_there_is_a_log(
+    options: dict[str, Any], tiny_llama: Path, tmp_path: Path
+) -> None:
     assert open_log(Settings(model=str(tiny_llama)), TABLE) is None
-    scheduling = {"policy": "fixed_sp", "sp": 1, "log": str(tmp_path / "log")}
+    scheduling = {**options, "log": str(tmp_path / "log")}
     settings = Settings.model_validate({"model": str(tiny_llama), "scheduling": scheduling})
     log = open_log(settings, TABLE)
     assert log is not None
