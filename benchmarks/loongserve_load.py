@@ -43,8 +43,6 @@ MAX_BATCH = 4096
 TIPPING_TOKENS = 2500
 """The released scripts say 5,000. Far from it LoongServe carries less: long batches hold up what
 decodes, and short ones are too many. The static systems hardly care."""
-MOVE_US = 1311
-"""For 1,000 tokens of 512 KiB of KV over two pairs of NVLink."""
 ELASTIC = System(
     "LoongServe",
     "loongserve-8",
@@ -53,7 +51,6 @@ ELASTIC = System(
         "max_batch": MAX_BATCH,
         "max_num_ooe": 64,
         "tipping_tokens": TIPPING_TOKENS,
-        "move_us_per_1k_tokens": MOVE_US,
     },
 )
 
@@ -61,7 +58,7 @@ STAYING = System(
     "without moves",
     "loongserve-8",
     "loongserve",
-    {"max_batch": MAX_BATCH, "max_num_ooe": 64, "tipping_tokens": TIPPING_TOKENS},
+    {**ELASTIC.options, "migrate": False},
 )
 """KV of what decodes stays where it is."""
 

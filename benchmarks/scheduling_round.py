@@ -77,6 +77,7 @@ class _Gate:
         self.name = policy.name
         self.options, self.decode_options = policy.options, policy.decode_options
         self.whole_prompts = policy.whole_prompts
+        self.regroups = policy.regroups
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         return self._policy.line(prompt_tokens, pairs)

@@ -47,9 +47,8 @@ class AnyLayout:
 
     def __init__(self, seed: int, *, block: int = 0, moves: bool = False) -> None:
         """`block`: goes on from kept KV, in multiples of it. `moves`: what is decoded goes on
-        elsewhere all the time, of an elastic gang; the youngest request waits meanwhile, because
-        without one no policy is asked."""
-        self._random, self._block, self._moves = random.Random(seed), block, moves
+        elsewhere all the time, of an elastic gang."""
+        self._random, self._block, self.regroups = random.Random(seed), block, moves
 
     def line(self, prompt_tokens: int, pairs: object) -> str:
         return "long"
@@ -62,13 +61,11 @@ class AnyLayout:
         gangs = (*pair.prefill.instances, *pair.decode.instances)
         free = {it.id: it.free_slots for it in gangs}
         decisions: list[Decision] = []
-        if self._moves:
+        if self.regroups:
             decisions += self._wandering(pair.decode, free)
             if pair.decode.decoding:
                 decisions.append(WakeAt(at_ns=view.now_ns + SOON_NS))
         waiting = list(view.waiting("long"))
-        if self._moves and pair.decode.decoding:
-            waiting.pop()
         while waiting:
             together = [waiting.pop(0)]
             if waiting and waiting[0].cls == together[0].cls and self._random.random() < 0.3:

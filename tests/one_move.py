@@ -24,6 +24,7 @@ class OneMove:
 
     name = "one_move"
     whole_prompts = False
+    regroups = False
 
     def __init__(self) -> None:
         self._started = self._moved = False

@@ -7,12 +7,13 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from csps.protocols.placement import rest_of
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.ids import gang_of, instance_id
 from csps.services.scheduling.scheduler import Scheduler
 from csps.services.scheduling.sequences import decode_slots
-from csps.services.scheduling.shares import own, tokens_on
+from csps.services.scheduling.shares import own, placed_once, tokens_on
 from csps.services.scheduling.step_shares import slots_of
 
 MS = 1_000_000
@@ -28,6 +29,7 @@ def gang_up(
     generation: int = 1,
     tp: int = 1,
     max_positions: int = 1 << 30,
+    kv_bytes_per_token: int = 0,
 ) -> ev.GangUp:
     """A gang of instances with so many slots, all on one server unless told otherwise."""
     at = places or [f"0-{int(decode)}-{index * tp}" for index in range(len(slots))]
@@ -41,6 +43,7 @@ def gang_up(
             ev.InstanceUp(location=place, kv_slots=n) for place, n in zip(at, slots, strict=True)
         ),
         max_positions=max_positions,
+        kv_bytes_per_token=kv_bytes_per_token,
     )
 
 
@@ -62,6 +65,18 @@ class SentSequence:
     """The decode gang frees it."""
     freed_in: int = -1
     """The turn in which an instance freed it last."""
+    move: cmd.MoveKv | None = None
+    """To where it is on its way."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """On each instance, those included that what moves takes there."""
+
+    moved: cmd.MoveKv | None = None
+    """To where it lies now."""
+
+    @property
+    def placed(self) -> cmd.Reserve | cmd.MoveKv:
+        """Where it lies."""
+        return self.moved or self.reserve
 
 
 @dataclass
@@ -82,6 +97,8 @@ class RandomCell:
     in any order."""
 
     PROMPTS = (1, 3, 90, 100, 400, 1500, 3000)
+    KV_BYTES = 1000
+    """Of a token."""
 
     def __init__(
         self, scheduler: Scheduler, seed: int, *, faults: float = 0.1, elastic: bool = False
@@ -107,6 +124,7 @@ class RandomCell:
             cmd.RunStep: self._run_step,
             cmd.SetGroup: self._set_group,
             cmd.Ride: self._ride,
+            cmd.MoveKv: self._move,
             cmd.Keep: self._keep,
             cmd.Release: self._release,
             cmd.Cancel: self._cancel,
@@ -162,8 +180,7 @@ class RandomCell:
         """What the ranks hold never exceeds what they have."""
         used: Counter[int] = Counter()
         for sequence in self.sequences.values():
-            slots = decode_slots(sequence.reserve, sequence.reserve.output_tokens)
-            used.update({it: slots[it] for it in sequence.unfreed})
+            used.update({it: sequence.slots[it] for it in sequence.unfreed})
         for step, undone in self.steps.values():
             sizes = {} if self._wanted == 1 else slots_of(step, step.history)
             used.update({it: sizes.get(it, 0) for it in undone})
@@ -214,6 +231,7 @@ class RandomCell:
         choices = [self._attach]
         choices += [self._step_done] * 4 * bool(self.steps)
         choices += [self._land, self._draw, self._free, self._finish, self._hear]
+        choices += [self._moved] * 2 * (self._some("moving") is not None)
         choices += [self._prompt_computed] * 4 * (self._some("riding") is not None)
         self.random.choice(choices)()
 
@@ -225,7 +243,8 @@ class RandomCell:
         sizes = [800, 1200, 4000] if prefill and not elastic else [500, 5000]
         slots = [self.random.choice(sizes) for _ in range(self.random.randint(1, 4))]
         decode = elastic or not prefill
-        up = gang_up(self._gang_number, slots, prefill=prefill, decode=decode)
+        number, kv = self._gang_number, self.KV_BYTES
+        up = gang_up(number, slots, prefill=prefill, decode=decode, kv_bytes_per_token=kv)
         self.gangs[up.gang] = up
         self._pending.append(up)
 
@@ -301,6 +320,7 @@ class RandomCell:
                 "riding": it.joined and not it.first_token and not it.silent,
                 "freeing": it.freeing and bool(it.unfreed),
                 "working": not it.silent,
+                "moving": it.move is not None and not it.silent,
             }
             if fits[wanted]:
                 found.append(number)
@@ -418,6 +438,7 @@ class RandomCell:
         self.sequences[command.sequence] = SentSequence(
             reserve=command,
             unlanded={} if command.rides else tokens_on(own(command.shares)),
+            slots=decode_slots(command, command.output_tokens),
             unfreed=list(decode_slots(command, command.output_tokens)),
         )
 
@@ -450,6 +471,39 @@ class RandomCell:
         assert gang_of(sequence.reserve.master) == command.gang
         assert not sequence.joined, "joined twice"
         sequence.joined = True
+
+    def _move(self, command: cmd.MoveKv) -> None:
+        sequence = self.sequences[command.sequence]
+        assert command.gang in self.gangs, "moved on a dead gang"
+        assert sequence.joined, "moved before it is decoded"
+        assert sequence.move is None, "moved twice at a time"
+        before, reserve = sequence.placed, sequence.reserve
+        stop = reserve.prompt_tokens + reserve.output_tokens
+        span = (reserve.prompt_tokens, stop)
+        assert placed_once(0, span[0], command.shares), "not the prompt's positions"
+        assert placed_once(*span, command.answer), "not the answer's positions"
+        lies = [*before.shares, *before.answer]
+        if not before.answer:
+            lies.append(cmd.Share(before.master, *span))
+        for it in decode_slots(command, 0):
+            if it not in sequence.slots:
+                sequence.slots[it] = 0
+                sequence.unfreed.append(it)
+        for share in (*command.shares, *command.answer):
+            here = [it.span for it in lies if it.instance == share.instance]
+            coming = sum(it.length for it in rest_of(share.span, here))
+            sequence.slots[share.instance] += coming
+        sequence.move = command
+
+    def _moved(self) -> None:
+        """A row goes on elsewhere, and what it has left is free."""
+        if (number := self._some("moving")) is not None:
+            sequence = self.sequences[number]
+            assert sequence.move is not None
+            sequence.moved, sequence.move = sequence.move, None
+            sequence.slots = decode_slots(sequence.moved, 0)
+            sequence.unfreed = [it for it in sequence.unfreed if it in sequence.slots]
+            self._pending.append(ev.Moved(sequence=number))
 
     def _keep(self, command: cmd.Keep) -> None:
         raise AssertionError("nothing stays here")

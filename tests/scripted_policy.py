@@ -14,6 +14,7 @@ class Scripted:
 
     name = "scripted"
     whole_prompts = True
+    regroups = False
 
     def __init__(self, *decisions: Decision) -> None:
         self.decisions: Sequence[Decision] = decisions

@@ -34,6 +34,7 @@ class Watched:
         self.name = policy.name
         self.options, self.decode_options = policy.options, policy.decode_options
         self.whole_prompts = policy.whole_prompts
+        self.regroups = policy.regroups
         self.blocked: dict[int, int] = {}
         """When a request was first found to be blocked."""
         self.started: dict[int, int] = {}

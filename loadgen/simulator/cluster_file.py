@@ -22,6 +22,7 @@ from csps.services.scheduling.latency import (
     DecodeLine,
     LatencyKey,
     LatencyTable,
+    LinkCost,
     StepCost,
     parse_table,
 )
@@ -182,7 +183,7 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
         name=name,
         prefill=prefill,
         decode=decode,
-        table=_table(file.latency, name, prefill, decode),
+        table=_with_links(_table(file.latency, name, prefill, decode), file.links),
         inside=_link(file.links.inside),
         between=_link(file.links.between),
         kv_bytes_per_token=file.kv.bytes_per_token,
@@ -238,6 +239,17 @@ def _link(section: LinkSection | None) -> LinkModel | None:
         latency_ns=round(section.latency_us * 1000),
         shared=section.shared,
     )
+
+
+def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
+    """What policies predict of links: what the file says, in place of what was measured."""
+    given = {"inside": links.inside, "between": links.between}
+    costs = dict(table.links)
+    for kind, it in given.items():
+        if it is not None:
+            s_per_byte = BITS_PER_BYTE / (it.gbps * 1e9)
+            costs[kind] = LinkCost.of_seconds(it.latency_us * 1e-6, s_per_byte)
+    return replace(table, links=tuple(costs.items()))
 
 
 def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -> LatencyTable:

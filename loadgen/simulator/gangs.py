@@ -119,6 +119,7 @@ class SimulatedGangs:
                     InstanceUp(location=it.location, kv_slots=it.kv_slots) for it in model.instances
                 ),
                 max_positions=self._cluster.max_positions,
+                kv_bytes_per_token=self._cluster.kv_bytes_per_token,
             )
         )
         if len(self._ids) == 2:

@@ -70,4 +70,5 @@ def gang_up(number: GangId, gang: GangClient, *, generation: int) -> GangUp:
             for location, slots in zip(gang.locations, gang.capacities, strict=True)
         ),
         max_positions=min(it.max_positions for it in gang.descriptions),
+        kv_bytes_per_token=max(it.kv_bytes_per_token for it in gang.descriptions),
     )

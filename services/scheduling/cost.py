@@ -92,6 +92,14 @@ class IterationTimes(Protocol):
         ...
 
 
+class LinkTimes(Protocol):
+    """Time of a message over a kind of link."""
+
+    def predict_ns(self, size: int) -> int:
+        """Of `size` bytes."""
+        ...
+
+
 class Latencies(Protocol):
     """Latency models of one machine and model (`latency.LatencyTable`)."""
 
@@ -106,6 +114,10 @@ class Latencies(Protocol):
 
     def iteration(self, sp: int, tp: int = 1) -> IterationTimes:
         """Of decode groups of `sp` instances; raises ConfigError if not measured."""
+        ...
+
+    def link(self, kind: str) -> LinkTimes:
+        """Of a kind of link; raises ConfigError if not measured."""
         ...
 
 
@@ -172,6 +184,13 @@ class CostTable:
         except ConfigError:  # nobody has measured instances of so many ranks
             times = self.latencies.iteration(sp * tp, 1)
         return _quantised(times.predict_ns(batch, context))
+
+    def transfer_ns(self, kind: str, size: int) -> int | None:
+        """Time of a message over a kind of link; None if nobody has measured it."""
+        try:
+            return _quantised(self.latencies.link(kind).predict_ns(size))
+        except ConfigError:
+            return None
 
     def _allowed(
         self, row: str, shape: GroupShape, history: int, length: int
@@ -256,6 +275,10 @@ class Costs:
         """`CostTable.iteration_ns`."""
         return self.table.iteration_ns(sp, tp, batch, context)
 
+    def transfer_ns(self, kind: str, size: int) -> int | None:
+        """`CostTable.transfer_ns`."""
+        return self.table.transfer_ns(kind, size)
+
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
         """`CostTable.exact`."""
         return self.table.exact(sp, tp, strategy)
@@ -292,6 +315,10 @@ class Unmeasured:
     def iteration(self, sp: int, tp: int = 1) -> IterationTimes:
         """The same for all groups."""
         return _UnmeasuredIteration(self.iteration_time_ns)
+
+    def link(self, kind: str) -> LinkTimes:
+        """None was measured."""
+        raise ConfigError(f"no link '{kind}' was measured")
 
 
 class _UnmeasuredStep(NamedTuple):

@@ -177,6 +177,12 @@ class Policy(Protocol):
         needs."""
         ...
 
+    @property
+    def regroups(self) -> bool:
+        """It has something to decide although nothing waits: where that is decoded which has begun
+        (`Move`)."""
+        ...
+
     def trial(self, pair: PairView) -> Trial:
         """Placements on a pair of gangs that have nothing to do. Admission asks it for every
         request: what it accepts, `decide` must start at the latest when everything else ended."""

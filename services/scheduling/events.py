@@ -162,6 +162,8 @@ class GangUp(Event, frozen=True, tag="gang_up"):
     """In order: instance `i` is `instance_id(gang, i)`."""
     max_positions: int
     """Longest prompt and answer together."""
+    kv_bytes_per_token: int = 0
+    """What a rank has of a token's KV, which goes over a link when it moves; 0: nobody knows."""
 
 
 class GangDown(Event, frozen=True, tag="gang_down"):

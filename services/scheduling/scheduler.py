@@ -244,7 +244,8 @@ class Scheduler:
             turn.stale, turn.wake_ns = True, None
 
     def _decide(self) -> None:
-        nothing = not len(self._requests.queue) and not self._steps.held
+        waiting = len(self._requests.queue) or self._steps.held
+        nothing = not waiting and not self._policy.regroups
         if not self._turn.stale or not self._gangs.pairs or nothing:
             return
         self._plans.apply(self._policy.decide(self._view))

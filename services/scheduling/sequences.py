@@ -145,6 +145,7 @@ class Sequences:
                 sequence.decode.owing.setdefault(sequence.id, self._turn.now_ns)
             if ready:
                 self._turn.emit(SetGroup(gang=gang, joined=tuple(it.id for it in ready)))
+                self._turn.stale = True
 
     # --- what is kept ---
 

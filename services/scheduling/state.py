@@ -82,6 +82,8 @@ class Gang(Live, kw_only=True, eq=False):
     may_decode: bool
     tp: int
     max_positions: int
+    kv_bytes_per_token: int = 0
+    """That a rank has; 0: nobody knows."""
     instances: tuple[Instance, ...] = ()
     largest: int = 0
     """KV slots of the instance that has most."""
@@ -337,6 +339,7 @@ def new_gang(event: GangUp, now_ns: int) -> Gang:
         may_decode=event.may_decode,
         tp=event.tp,
         max_positions=event.max_positions,
+        kv_bytes_per_token=event.kv_bytes_per_token,
     )
     _populate(gang, event.instances, now_ns)
     return gang
@@ -350,6 +353,7 @@ def idle_copy(gang: Gang) -> Gang:
         may_decode=gang.may_decode,
         tp=gang.tp,
         max_positions=gang.max_positions,
+        kv_bytes_per_token=gang.kv_bytes_per_token,
     )
     instances = [InstanceUp(location=str(it.place), kv_slots=it.capacity) for it in gang.instances]
     _populate(copy, instances, 0)

@@ -160,6 +160,11 @@ class GangView(Protocol):
     @property
     def tp(self) -> int: ...
     @property
+    def kv_bytes_per_token(self) -> int:
+        """That a rank has of a token; 0: nobody knows."""
+        ...
+
+    @property
     def instances(self) -> Sequence[InstanceView]: ...
     @property
     def largest(self) -> int:
@@ -257,6 +262,10 @@ class CostView(Protocol):
 
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
         """A decode iteration."""
+        ...
+
+    def transfer_ns(self, kind: str, size: int) -> int | None:
+        """A message of `size` bytes over a kind of link; None: nobody has measured it."""
         ...
 
 

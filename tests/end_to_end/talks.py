@@ -11,8 +11,6 @@ from typing import Any
 import openai
 from deployed import DEADLINE_S, MODEL, Deployed
 
-MOVING = {"move_us_per_1k_tokens": 1}
-"""Options of LoongServe with which it moves what is decoded."""
 TIE = 1e-4
 
 

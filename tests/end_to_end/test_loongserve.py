@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
-from talks import MOVING, Talk, check_same, client_of
+from talks import Talk, check_same, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 
 from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
@@ -110,7 +110,7 @@ def server(
 ) -> Iterator[Deployed]:
     """An elastic gang, once the other server is gone."""
     elastic = {"instances": 4, "kv_slots": KV_SLOTS}
-    run, scheduling = tmp_path_factory.mktemp("loongserve"), {"policy": "loongserve", **MOVING}
+    run, scheduling = tmp_path_factory.mktemp("loongserve"), {"policy": "loongserve"}
     with deployed(model, run, elastic=elastic, scheduling=scheduling) as server:
         yield server
         server.assert_all_slots_free()

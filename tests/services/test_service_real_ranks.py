@@ -29,8 +29,9 @@ from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import CostBook
 from csps.services.router.running import Generation, Running
 from csps.services.router.service import RequestService
-from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.cost import CostTable, Latencies, Unmeasured
 from csps.services.scheduling.decisions import Policy
+from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
@@ -133,7 +134,7 @@ async def real_cell(
     kv_slots: int = 4096,
     mortal: GangRole | None = None,
     reuse: ReuseSettings | None = None,
-    latencies: Unmeasured | None = None,
+    latencies: Latencies | None = None,
     observer: Observer | None = None,
 ) -> AsyncIterator[Cell]:
     """Two prefill and two decode ranks, linked; or other gangs.
@@ -254,8 +255,9 @@ async def test_loongserve_empties_an_instance_that_decodes(tiny_llama: Path) -> 
     events: list[ElasticEvent] = []
     observer = NoObserver()
     observer.elastic = events.append  # type: ignore[method-assign]
-    policy = make_policy("loongserve", {**POLICIES["loongserve"], "move_us_per_1k_tokens": 1})
-    async with real_cell(tiny_llama, policy, roles=ELASTIC, instances=2, observer=observer) as cell:
+    policy = make_policy("loongserve", POLICIES["loongserve"])
+    shape: dict[str, Any] = {"roles": ELASTIC, "instances": 2, "latencies": SHIPPED}
+    async with real_cell(tiny_llama, policy, observer=observer, **shape) as cell:
         requests = []
         for seed in range(4):
             requests.append(cell.submit(30 + seed, max_tokens=250, seed=seed))

@@ -112,10 +112,10 @@ def test_a_cell_has_a_pair_of_gangs_or_an_elastic_one() -> None:
     assert elastic.prefilling is elastic.decoding is elastic.elastic
 
 
-def test_a_deployed_elastic_gang_may_move_what_it_decodes() -> None:
-    options = {"policy": "loongserve", "move_us_per_1k_tokens": 500}
+def test_a_deployed_elastic_gang_may_leave_where_it_is_what_it_decodes() -> None:
+    options = {"policy": "loongserve", "migrate": False}
     settings = Settings.model_validate({**ELASTIC, "scheduling": options})
-    assert settings.scheduling.options == {"move_us_per_1k_tokens": 500}
+    assert settings.scheduling.options == {"migrate": False}
 
 
 def test_settings_are_frozen() -> None:

@@ -47,6 +47,7 @@ class ChunkedPrefill:
 
     name = "chunked_prefill"
     whole_prompts = False
+    regroups = False
 
     def __init__(
         self, options: ChunkedPrefillOptions | None = None, decode: DecodeOptions | None = None

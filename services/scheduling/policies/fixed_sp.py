@@ -51,6 +51,7 @@ class FixedSp:
 
     name = "fixed_sp"
     whole_prompts = True
+    regroups = False
 
     def __init__(
         self, options: FixedSpOptions | None = None, decode: DecodeOptions | None = None

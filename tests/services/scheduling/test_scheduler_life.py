@@ -241,6 +241,7 @@ class Counted:
 
     name = "counted"
     whole_prompts = True
+    regroups = False
 
     def __init__(self, real: object) -> None:
         self._real, self.asked = real, 0

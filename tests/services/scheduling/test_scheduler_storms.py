@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler_cell import RandomCell
 
+from csps.services.scheduling.commands import MoveKv
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.latency import StepCost
+from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.limits import QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
@@ -25,27 +30,41 @@ POLICIES = [
     ("chunked_prefill", RIDING, "elastic"),
     ("chunked_prefill", RIDING, "pair"),
     ("loongserve", {"decode_iterations": 2, **SPREAD}, "elastic"),
+    ("loongserve", {"decode_iterations": 0, "scale_up_batch": 1, **SPREAD}, "moving"),
 ]
+MOVES = replace(
+    SHIPPED,
+    steps=tuple((key, StepCost.of_seconds(0.5, 1e-3, 0, 0)) for key, _ in SHIPPED.steps),
+)
+"""Moving takes no time beside prompts, so that it pays."""
 
 
-def storm(seed: int) -> None:
+def storm(seed: int) -> RandomCell:
     name, options, gangs = POLICIES[seed % len(POLICIES)]
     scheduler = Scheduler(
         make_policy(name, options),
-        Costs(CostTable(latencies=Unmeasured())),
+        Costs(CostTable(latencies=MOVES if gangs == "moving" else Unmeasured())),
         limits=QueueLimits(max_waiting=8, max_waiting_tokens=30_000),
     )
     faults = (0.0, 0.05, 0.3)[seed // len(POLICIES) % 3]
-    cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs == "elastic")
+    cell = RandomCell(scheduler, seed, faults=faults, elastic=gangs != "pair")
     cell.play(requests=25, turns=120)
     counts = scheduler.counts
     assert (counts.running, counts.waiting) == (0, 0)
     assert (counts.prefill_kv, counts.decode_kv) == (0.0, 0.0)
+    return cell
 
 
 @pytest.mark.parametrize("seed", range(240))
 def test_nothing_is_lost_in_a_storm(seed: int) -> None:
     storm(seed)
+
+
+def test_rows_move_in_storms() -> None:
+    """More than a few, of gangs that may."""
+    moving = range(len(POLICIES) - 1, 120, len(POLICIES))
+    moves = [sum(isinstance(it, MoveKv) for it in storm(seed).commands) for seed in moving]
+    assert sum(moves) > 3
 
 
 @pytest.mark.slow

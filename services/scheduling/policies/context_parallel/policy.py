@@ -44,6 +44,7 @@ class ContextParallel:
 
     name = "context_parallel"
     whole_prompts = True
+    regroups = False
 
     def __init__(
         self,

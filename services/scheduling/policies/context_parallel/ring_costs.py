@@ -32,3 +32,7 @@ class RingCosts:
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
         """As `CostView`."""
         return self._cost.exact(sp, tp, strategy)
+
+    def transfer_ns(self, kind: str, size: int) -> int | None:
+        """As `CostView`."""
+        return self._cost.transfer_ns(kind, size)

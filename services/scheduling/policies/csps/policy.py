@@ -49,6 +49,7 @@ class Csps:
 
     name = "csps"
     whole_prompts = True
+    regroups = False
 
     def __init__(
         self, options: CspsOptions | None = None, decode: DecodeOptions | None = None

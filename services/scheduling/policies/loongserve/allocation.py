@@ -8,7 +8,7 @@ their KV takes: Eqs. 3 and 4 divide both sides by the same lengths, which so can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from csps.services.scheduling.ids import InstanceId
@@ -22,6 +22,10 @@ class Migration(NamedTuple):
     source: InstanceId
     targets: tuple[tuple[InstanceId, int], ...]
     """Instances and tokens, those with the most unused slots first."""
+
+
+MoveNs = Callable[[Migration], float | None]
+"""How long a migration takes; None if nothing is moved so."""
 
 
 class Allocation(NamedTuple):
@@ -40,7 +44,7 @@ def allocate(
     model: PrefillModel,
     *,
     others: Sequence[Elastic] = (),
-    move_ns_per_token: float | None,
+    move_ns: MoveNs,
 ) -> Allocation | None:
     """Choose instances for all of the requests.
 
@@ -50,12 +54,12 @@ def allocate(
         decoding: those that may be preempted.
         model: times.
         others: those that decode as well and may only be emptied.
-        move_ns_per_token: of KV between two instances; None moves nothing.
+        move_ns: of a migration.
 
     Returns:
         The instances, or None if those given have not slots enough.
     """
-    return _Allocating(prompts, idle, decoding, others, model, move_ns_per_token).run()
+    return _Allocating(prompts, idle, decoding, others, model, move_ns).run()
 
 
 def targets_of(source: Elastic, others: Sequence[Elastic]) -> Migration | None:
@@ -77,9 +81,9 @@ class _Allocating:
         decoding: Sequence[Elastic],
         others: Sequence[Elastic],
         model: PrefillModel,
-        move_ns_per_token: float | None,
+        move_ns: MoveNs,
     ) -> None:
-        self._model, self._move_ns = model, move_ns_per_token
+        self._model, self._move_ns = model, move_ns
         self._lengths = [it.tokens for it in prompts]
         self._chosen = list(idle)
         self._decoding = decoding
@@ -113,7 +117,7 @@ class _Allocating:
             self._choose(it)
         for it in taken:
             targets = self._targets(it)
-            if targets is None:
+            if targets is None or self._move_ns(targets) is None:
                 self._preempted.append(it.id)
             else:
                 self._move(targets)
@@ -122,14 +126,12 @@ class _Allocating:
     def _add_emptiest(self) -> bool:
         """Whether another instance pays."""
         emptiest = min(self._left, key=lambda it: (it.used, it.order))
-        targets = self._targets(emptiest)
-        if targets is None or self._move_ns is None:
-            return False
-        dop = len(self._chosen)
-        if not dop:
+        targets, dop = self._targets(emptiest), len(self._chosen)
+        cost_ns = None if targets is None else self._move_ns(targets)
+        if targets is None or cost_ns is None or not dop:
             return False
         gain_ns = self._model.ns(self._lengths, dop) - self._model.ns(self._lengths, dop + 1)
-        if gain_ns < emptiest.used * self._move_ns:
+        if gain_ns < cost_ns:
             return False
         self._choose(emptiest)
         self._move(targets)
@@ -149,9 +151,7 @@ class _Allocating:
     def _targets(self, source: Elastic) -> Migration | None:
         """Where the KV of an instance fits; None if nowhere. Who was given what others held keeps
         it."""
-        if self._move_ns is None or any(
-            source.id == target for it in self._migrations for target, _ in it.targets
-        ):
+        if any(source.id == target for it in self._migrations for target, _ in it.targets):
             return None
         others = [it._replace(unused=self._room[it.id]) for it in self._left if it != source]
         return targets_of(source, others)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.decisions import StartPlan
 from csps.services.scheduling.ids import InstanceId
+from csps.services.scheduling.policies.loongserve.allocation import Migration
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Decoding, Elastic
+from csps.services.scheduling.policies.loongserve.moving import Moving
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
 from csps.services.scheduling.policies.loongserve.planning import ALONE, RING
 from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
@@ -39,6 +41,7 @@ class ElasticGang:
         self.unused = {it.id: it.free_slots for it in gang.instances}
         """Slots that nobody was promised, this round included."""
         self.model = PrefillModel(self._line, options.tipping_tokens)
+        self._moving = Moving(gang, view.cost, self.drawn)
 
     def _line(self, dop: int) -> Eq7:
         alpha, beta, _, gamma = self._in_ns(dop)
@@ -47,6 +50,15 @@ class ElasticGang:
     def _in_ns(self, dop: int) -> tuple[float, float, float, float]:
         strategy = RING if dop > 1 else ALONE
         return self._view.cost.exact(dop, self._gang.tp, strategy).in_ns
+
+    def move_ns(self, migration: Migration) -> int | None:
+        """What moving KV takes (Eq. 4); None if it stays where it lies, or nobody knows."""
+        return self._moving.ns(migration) if self._options.migrate else None
+
+    def iteration_ns(self, dop: int, rows: int, context: int) -> int:
+        """What an iteration of so many instances takes, of rows that attend to `context` tokens
+        together."""
+        return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, rows, context))
 
     def rest_ns(self, dop: int, tokens: int, history: int) -> float:
         """What so many instances take for tokens that follow upon others."""
@@ -84,7 +96,7 @@ class ElasticGang:
         ]
         if not rows:
             return self._view.now_ns
-        iteration_ns = self._iteration_ns(len(found), rows)
+        iteration_ns = self._batch_ns(len(found), rows)
         return max(it.stepped_ns for it in found) + self._options.decode_iterations * iteration_ns
 
     @property
@@ -137,7 +149,7 @@ class ElasticGang:
         left = [it.id for it in idle if it.id not in taken]
         apart = [it for it in batches if taken.isdisjoint(one.id for one in it.instances)]
         return self.elastic(left), [
-            DecodeBatch(self.elastic([one.id for one in it.instances]), it.requests) for it in apart
+            it._replace(instances=self.elastic([one.id for one in it.instances])) for it in apart
         ]
 
     def batches(self) -> list[tuple[DecodeBatch, int]]:
@@ -148,24 +160,48 @@ class ElasticGang:
         for members, rows in self._groups:
             if not busy.isdisjoint(members):
                 continue
-            iteration_ns = self._iteration_ns(len(members), rows)
-            requests = tuple(self._decoding(it, iteration_ns) for it in rows)
-            batch = DecodeBatch(self.elastic(sorted(members)), requests)
+            iteration_ns = self._batch_ns(len(members), rows)
             since_ns = max(stepped[it] for it in members)
-            found.append((batch, since_ns + self._options.decode_iterations * iteration_ns))
+            ready_ns = since_ns + self._options.decode_iterations * iteration_ns
+            found.append((self._batch(members, rows), ready_ns))
         return found
 
-    def _iteration_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
-        context = sum(share.tokens for it in rows for share in it.shares)
-        return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, len(rows), context))
+    @property
+    def groups(self) -> list[DecodeBatch]:
+        """All decode groups, those included whose instances prefill."""
+        return [self._batch(members, rows) for members, rows in self._groups]
+
+    def rows_of(self, batch: DecodeBatch) -> list[SequenceView]:
+        """The sequences of a decode group."""
+        (first, *_) = batch.instances
+        return next(rows for members, rows in self._groups if first.id in members)
+
+    def _batch(self, members: set[InstanceId], rows: Sequence[SequenceView]) -> DecodeBatch:
+        iteration_ns = self._batch_ns(len(members), rows)
+        requests = tuple(self._decoding(it, iteration_ns) for it in rows)
+        return DecodeBatch(self.elastic(sorted(members)), requests, _context(rows))
+
+    def _batch_ns(self, dop: int, rows: Sequence[SequenceView]) -> int:
+        return self.iteration_ns(dop, len(rows), _context(rows))
 
     def _decoding(self, sequence: SequenceView, iteration_ns: int) -> Decoding:
         """How many tokens were drawn is what the shell knows; time tells nearly."""
-        assert sequence.joined_ns is not None
-        executed_ns = self._view.now_ns - sequence.joined_ns
+        executed_ns = self._executed_ns(sequence)
         return Decoding(max(1, executed_ns // iteration_ns), executed_ns)
+
+    def _executed_ns(self, sequence: SequenceView) -> int:
+        return 0 if sequence.joined_ns is None else self._view.now_ns - sequence.joined_ns
+
+    def drawn(self, sequence: SequenceView) -> int:
+        """The same by how long iterations of the gang have taken."""
+        iteration_ns = self._gang.iteration_ns or self.iteration_ns(1, 1, 0)
+        return self._executed_ns(sequence) // iteration_ns
 
 
 def instances_of(sequence: SequenceView) -> set[InstanceId]:
     """Who takes part in decoding it."""
     return {sequence.master_id, *(it.instance for it in (*sequence.shares, *sequence.answer))}
+
+
+def _context(rows: Sequence[SequenceView]) -> int:
+    return sum(share.tokens for it in rows for share in it.shares)

@@ -49,6 +49,8 @@ class DecodeBatch(NamedTuple):
 
     instances: tuple[Elastic, ...]
     requests: tuple[Decoding, ...]
+    context: int = 0
+    """Tokens that they attend to, summed."""
 
     @property
     def unused(self) -> int:

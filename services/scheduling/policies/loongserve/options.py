@@ -28,8 +28,8 @@ class LoongServeOptions:
     """Rows from which on decoding is compute-bound on one master."""
     decode_iterations: int = 10
     """Iterations that a decode group has, at least, between two preemptions."""
-    move_us_per_1k_tokens: int = 0
-    """What moving KV of 1,000 tokens from one instance to another takes; 0: none is moved."""
+    migrate: bool = True
+    """KV of what decodes moves where that gains more than it costs; false: it stays."""
     max_delay_s: float = 0.0
     """How long requests that could start on some instances may be delayed in the hope for all;
     0: not at all."""
@@ -38,14 +38,9 @@ class LoongServeOptions:
 
     def __post_init__(self) -> None:
         check_least(self, 0, "max_num_ooe", "tipping_tokens", "decode_iterations", "static_dop")
-        check_least(self, 0, "move_us_per_1k_tokens", "max_delay_s")
+        check_least(self, 0, "max_delay_s")
         check_least(self, 1, "scale_up_batch")
         for name, known in (("objective", OBJECTIVES), ("batching", BATCHINGS)):
             if (value := getattr(self, name)) not in known:
                 words, hint = " or ".join(known), nearest(value, known)
                 raise ConfigError(f"option {name} must be {words}, not {value}{hint}")
-
-    @property
-    def move_ns_per_token(self) -> float | None:
-        """None where nothing is moved."""
-        return float(self.move_us_per_1k_tokens) or None

@@ -31,11 +31,7 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
-from csps.services.scheduling.policies.loongserve.allocation import (
-    Migration,
-    allocate,
-    targets_of,
-)
+from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
 from csps.services.scheduling.policies.loongserve.batching import (
     MOST_INSTANCES,
     MOST_REQUESTS,
@@ -48,14 +44,16 @@ from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Di
 from csps.services.scheduling.policies.loongserve.elastic_gang import ElasticGang
 from csps.services.scheduling.policies.loongserve.going_on import GoingOn
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Elastic, Prompt
+from csps.services.scheduling.policies.loongserve.masters import handed_over, levelled
 from csps.services.scheduling.policies.loongserve.migrating import moves
 from csps.services.scheduling.policies.loongserve.options import LoongServeOptions
 from csps.services.scheduling.policies.loongserve.planning import start
+from csps.services.scheduling.policies.loongserve.regrouping import Regrouping
 from csps.services.scheduling.policies.loongserve.scaling import Kept, keep
 from csps.services.scheduling.policies.loongserve.static import StaticGroups
 from csps.services.scheduling.policies.loongserve.waiting import wait_ns, worth_waiting
 from csps.services.scheduling.state import Line
-from csps.services.scheduling.view import PairView, RequestView, View
+from csps.services.scheduling.view import PairView, RequestView, SequenceView, View
 
 
 class LoongServe:
@@ -69,6 +67,11 @@ class LoongServe:
     ) -> None:
         self.options = options or LoongServeOptions()
         self.decode_options = decode or DecodeOptions()
+
+    @property
+    def regroups(self) -> bool:
+        """Decode groups do."""
+        return self.options.migrate and not self.options.static_dop
 
     def line(self, prompt_tokens: int, pairs: Sequence[PairView]) -> Line:
         """Nobody is urgent."""
@@ -126,6 +129,14 @@ class _Round:
         self._model = self._gang.model
         self._wakes: list[int] = []
         self._moved: dict[SequenceId, None] = {}
+        self._taken: dict[InstanceId, None] = {}
+        """Instances that begin to prefill in this round, or are to decode what does."""
+        self._regrouping = Regrouping(
+            self._gang.iteration_ns,
+            self._gang.move_ns,
+            average_decode_ns=pair.decode.decode_ns,
+            scale_up_batch=options.scale_up_batch,
+        )
 
     @property
     def unused(self) -> int:
@@ -138,9 +149,13 @@ class _Round:
             yield from self._static(dop)
             return
         started = len(self._started)
-        yield from self._any(self._gang.idle, self._batches())
+        batches = self._batches()
+        if next(self._pending(), None) is not None:
+            yield from self._any(self._gang.idle, batches)
         if len(self._started) > started:
             yield from self._passed()
+        if self._options.migrate:
+            yield from self._regrouped(batches)
         yield from self._asking_again()
 
     def _any(
@@ -190,7 +205,7 @@ class _Round:
             if plan is not None:
                 self._started[prompt.id] = None
                 busy |= holders
-                yield plan
+                yield self._noted(plan)
             elif prompt.passed >= self._options.max_num_ooe:
                 break
 
@@ -240,17 +255,52 @@ class _Round:
         return dispatcher.dispatch(self._pending(), idle, batches)
 
     def _emptied(self) -> tuple[tuple[Elastic, ...], Migration | None]:
-        """Where all instances decode: the one with least KV, if that is moved in less time than the
-        oldest request is prefilled in."""
-        move_ns, oldest = self._options.move_ns_per_token, next(self._pending(), None)
-        movable = self._gang.movable
-        if move_ns is None or oldest is None or not movable:
+        """Where all instances decode: one whose KV goes to the others, if that pays."""
+        if not self._options.migrate:
             return (), None
-        emptiest = min(movable, key=lambda it: (it.used, it.order))
-        migration = targets_of(emptiest, [it for it in movable if it != emptiest])
-        if migration is None or emptiest.used * move_ns > self._model.ns([oldest.tokens], 1):
-            return (), None
-        return (emptiest,), migration
+        freed = self._regrouping.free(
+            self._gang.movable,
+            self._gang.groups,
+            startable=lambda it: self._dispatch([it], []).prompts,
+            alone_ns=lambda it: self._model.ns([it.tokens], 1),
+        )
+        return ((freed.instance,), freed.migration) if freed else ((), None)
+
+    # --- §4, §5.4: what decodes already ---
+
+    def _regrouped(self, batches: Sequence[DecodeBatch]) -> Iterator[Move]:
+        """Groups that do better on fewer instances, and those that have too few masters."""
+        movable = {it.id for it in self._gang.movable}
+        for batch in batches:
+            rows = self._gang.rows_of(batch)
+            if any(it.id in self._taken for it in batch.instances):
+                continue
+            if any(it.id in self._moved for it in rows):
+                continue
+            now = self._gang.elastic([it.id for it in batch.instances])
+            migration = self._regrouping.shrink(batch._replace(instances=now), movable)
+            if migration is not None:
+                yield from self._moves([migration])
+            elif len(rows) > self._options.scale_up_batch:
+                yield from self._masters(batch, rows)
+
+    def _masters(self, batch: DecodeBatch, rows: Sequence[SequenceView]) -> Iterator[Move]:
+        """More of them, or others."""
+        gang, of_master = self._gang, dict[InstanceId, list[SequenceView]]()
+        for row in rows:
+            of_master.setdefault(row.master_id, []).append(row)
+        own = [it.id for it in batch.instances]
+        idle = [it.id for it in gang.idle if it.id not in self._taken]
+        mastered = {it: len(found) for it, found in of_master.items()}
+        wanted = levelled(mastered, [*own, *idle], self._options.scale_up_batch)
+        takers = [it for it in wanted for _ in range(wanted[it] - mastered.get(it, 0))]
+        self._taken.update((it, None) for it in wanted if it not in own)
+        for master, found in of_master.items():
+            movable = [it for it in reversed(found) if not any(one.origin for one in it.shares)]
+            for row in movable[: max(0, len(found) - wanted.get(master, 0))]:
+                self._moved[row.id] = None
+                seen = row.answer_span[0] + gang.drawn(row)
+                yield handed_over(row, takers.pop(), seen, gang.unused)
 
     # --- App. A ---
 
@@ -287,7 +337,7 @@ class _Round:
             decoding,
             self._model,
             others=[it for it in self._gang.movable if it not in decoding],
-            move_ns_per_token=self._options.move_ns_per_token,
+            move_ns=self._gang.move_ns,
         )
         if allocation is None:
             return
@@ -362,7 +412,15 @@ class _Round:
             lengths = [it.tokens for it in requests]
             predicted_ns = round(self._model.ns(lengths, len(group)))
             self._started.update((it.id, None) for it in requests)
-            yield start(requests, group, places, predicted_ns)
+            yield self._noted(start(requests, group, places, predicted_ns))
+
+    def _noted(self, plan: StartPlan) -> StartPlan:
+        for step in plan.steps:
+            self._taken.update((it, None) for it in step.group)
+        for it in plan.decode:
+            self._taken[it.master] = None
+            self._taken.update((share.instance, None) for share in (*it.shares, *it.answer))
+        return plan
 
     def _take(self, kept: Kept) -> None:
         for instance, tokens in (*kept.prompt, *kept.answer):

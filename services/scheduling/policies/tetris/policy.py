@@ -58,6 +58,7 @@ class Tetris:
 
     name = "tetris"
     whole_prompts = False
+    regroups = False
 
     def __init__(
         self, options: TetrisOptions | None = None, decode: DecodeOptions | None = None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
+from csps.services.scheduling.policies.loongserve.allocation import Migration, MoveNs, allocate
 from csps.services.scheduling.policies.loongserve.dispatch import Dispatched, Dispatcher
 from csps.services.scheduling.policies.loongserve.jobs import (
     DecodeBatch,
@@ -26,6 +26,11 @@ FLAT = PrefillModel(lambda dop: Eq7(1000.0, 2.0 / dop, 0.0))
 
 def instance(number: int, unused: int, used: int = 0) -> Elastic:
     return Elastic(number, number, unused, used)
+
+
+def per_slot(ns: float | None) -> MoveNs:
+    """A slot's KV takes so long."""
+    return lambda it: None if ns is None else ns * sum(slots for _, slots in it.targets)
 
 
 def kept_of(
@@ -161,7 +166,7 @@ def test_idle_instances_are_enough_where_moving_costs_more() -> None:
     prompts, idle = [Prompt(1, 100, 1)], [instance(0, 100)]
     decoding = [instance(1, 40, used=60), instance(2, 90, used=70)]
     for cost_ns, chosen in ((2.0, [0]), (1.5, [0, 1])):
-        found = allocate(prompts, idle, decoding, FLAT, move_ns_per_token=cost_ns)
+        found = allocate(prompts, idle, decoding, FLAT, move_ns=per_slot(cost_ns))
         assert found is not None
         assert [it.id for it in found.instances] == chosen
     assert found.migrations == (Migration(1, ((2, 60),)),)
@@ -171,20 +176,20 @@ def test_idle_instances_are_enough_where_moving_costs_more() -> None:
 def test_kv_that_fits_nowhere_stays() -> None:
     """The batch is preempted instead where slots are needed, and left alone where they are not."""
     decoding = [instance(1, 300, used=60), instance(2, 50, used=70)]
-    found = allocate([Prompt(1, 250, 1)], [], decoding, FLAT, move_ns_per_token=0.1)
+    found = allocate([Prompt(1, 250, 1)], [], decoding, FLAT, move_ns=per_slot(0.1))
     assert found is not None
     assert ([it.id for it in found.instances], found.preempted) == ([1], (1,))
-    alone = allocate([Prompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns_per_token=None)
+    alone = allocate([Prompt(1, 50, 1)], [instance(0, 60)], decoding, FLAT, move_ns=per_slot(None))
     assert alone is not None
     assert [it.id for it in alone.instances] == [0]
 
 
 def test_instances_with_most_unused_slots_are_preempted_first() -> None:
     decoding = [instance(1, 100, 9), instance(2, 300, 9), instance(3, 200, 9)]
-    found = allocate([Prompt(1, 450, 1)], [], decoding, FLAT, move_ns_per_token=None)
+    found = allocate([Prompt(1, 450, 1)], [], decoding, FLAT, move_ns=per_slot(None))
     assert found is not None
     assert found.preempted == (2, 3)
-    assert allocate([Prompt(1, 601, 1)], [], decoding, FLAT, move_ns_per_token=None) is None
+    assert allocate([Prompt(1, 601, 1)], [], decoding, FLAT, move_ns=per_slot(None)) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,7 +205,7 @@ def test_what_moves_fits_where_it_goes(
     decoding = [instance(10 + n, unused, used) for n, (unused, used) in enumerate(busy)]
     free = [instance(n, unused) for n, unused in enumerate(idle)]
     requests = [Prompt(n, tokens, 1) for n, tokens in enumerate(prompts)]
-    found = allocate(requests, free, decoding, MODEL, move_ns_per_token=cost_ns)
+    found = allocate(requests, free, decoding, MODEL, move_ns=per_slot(cost_ns))
     if found is None:
         assert sum(prompts) > sum(idle) + sum(unused for unused, _ in busy)
         return
