@@ -7,60 +7,39 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import PrefillDone
+from csps.services.router.decode_groups import DecodeGroups, concerned
 from csps.services.router.moves import LiveMove
-from csps.services.router.sequences import LiveSequence, Sequences
+from csps.services.router.sequences import LiveSequence
 from csps.services.scheduling.commands import RunStep, Share
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.sequences import Placed
-from csps.services.telemetry.elastic_metrics import ElasticEvent
-
-
-def concerned(placed: Placed) -> frozenset[InstanceId]:
-    """Who takes part in decoding a sequence."""
-    named = (it.instance for it in (*placed.shares, *placed.answer))
-    return frozenset((placed.master, *named))
-
-
-def decode_groups(sequences: Iterable[LiveSequence]) -> list[set[InstanceId]]:
-    """Instances that are iterated together: those that sequences have in common."""
-    groups: list[set[InstanceId]] = []
-    for sequence in sequences:
-        members = set(concerned(sequence.placed))
-        apart = [it for it in groups if it.isdisjoint(members)]
-        groups = [*apart, members.union(*(it for it in groups if it not in apart))]
-    return groups
+from csps.services.telemetry.elastic_metrics import ElasticEvent, Kind
 
 
 class ElasticEvents:
     """Notes them where requests are traced and counted.
 
     Args:
+        groups: instances that are iterated together; they follow what has moved from here.
         note: takes what has happened to a request.
     """
 
     def __init__(
-        self, sequences: Sequences, note: Callable[[LiveSequence, ElasticEvent], None]
+        self, groups: DecodeGroups, note: Callable[[LiveSequence, ElasticEvent], None]
     ) -> None:
-        self._sequences, self._note = sequences, note
-
-    def _joined(self, gang: GangClient) -> list[LiveSequence]:
-        """Those that a gang decodes now."""
-        known = self._sequences.by_id.values()
-        return [it for it in known if it.joined and not it.over and it.decode is gang]
+        self._groups, self._note = groups, note
 
     def joins(self, sequence: LiveSequence) -> None:
-        """A sequence is decoded from now on, on an elastic gang."""
+        """A sequence is about to be decoded, on an elastic gang."""
         now, members = time.monotonic(), concerned(sequence.placed)
         holders = {it.instance for it in sequence.placed.shares}
         if not members <= holders:
             self._note(sequence, ElasticEvent(kind="scale_up", began=now, ended=now))
-        groups = decode_groups(self._joined(sequence.decode))
-        if sum(not it.isdisjoint(members) for it in groups) > 1:
+        if len(self._groups.touching(sequence.decode, members)) > 1:
             self._note(sequence, ElasticEvent(kind="merge", began=now, ended=now))
 
     def decoded_on(self, gang: GangClient, group: Collection[InstanceId]) -> bool:
         """Whether some of these instances decode."""
-        return any(not concerned(it.placed).isdisjoint(group) for it in self._joined(gang))
+        return bool(self._groups.touching(gang, group))
 
     def step_done(
         self,
@@ -95,16 +74,32 @@ class ElasticEvents:
             self._note(sequences[0], event)
 
     def moved(self, sequence: LiveSequence, move: LiveMove) -> None:
-        """A row goes on where it was moved to."""
-        event = ElasticEvent(
-            kind="migrate" if move.tokens else "remaster",
-            began=move.began,
-            ended=time.monotonic(),
-            seconds=move.seconds,
-            sent_bytes=move.sent_bytes,
-            tokens=move.tokens,
-        )
-        self._note(sequence, event)
+        """A row goes on where it was moved to. A move may be several events, each of which has all
+        that it cost."""
+        ended = time.monotonic()
+        for kind in self._kinds(sequence.decode, move):
+            event = ElasticEvent(
+                kind=kind,
+                began=move.began,
+                ended=ended,
+                seconds=move.seconds,
+                sent_bytes=move.sent_bytes,
+                tokens=move.tokens,
+            )
+            self._note(sequence, event)
+
+    def _kinds(self, gang: GangClient, move: LiveMove) -> Iterator[Kind]:
+        found = self._groups.move(gang, concerned(move.before), concerned(move.command))
+        if move.tokens:
+            yield "migrate"
+        elif move.before.master != move.command.master:
+            yield "remaster"
+        if found.met:
+            yield "merge"
+        if found.left:
+            yield "scale_down"
+        if found.new:
+            yield "scale_up"
 
 
 def _keepers(sequences: Iterable[LiveSequence]) -> Iterator[Share]:

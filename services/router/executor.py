@@ -15,8 +15,9 @@ from csps.protocols.schema import pack
 from csps.protocols.span import Span
 from csps.services.router.attached import AttachedGangs
 from csps.services.router.cost_book import CostBook
+from csps.services.router.decode_groups import concerned
 from csps.services.router.elaborate import ride_plan
-from csps.services.router.elastic_events import ElasticEvents, concerned
+from csps.services.router.elastic_events import ElasticEvents
 from csps.services.router.moves import begin_move
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
@@ -165,7 +166,7 @@ class Executor:
             if (sequence := self._sequences.serving(number)) is not None:
                 if gang.role == "elastic":
                     self._elastic.joins(sequence)
-                sequence.joined = True
+                self._sequences.join(sequence)
                 message = JoinBatch(
                     rid=number, first_token=sequence.last_token, instances=_concerned(sequence)
                 )
@@ -244,8 +245,7 @@ class Executor:
     def _over(self, number: SequenceId) -> None:
         """Unless it is forgotten already: its decode gang is gone, or holds nothing of it."""
         if (sequence := self._sequences.by_id.get(number)) is not None:
-            sequence.over = True
-            self._sequences.settle(sequence)
+            self._sequences.end(sequence)
 
     def _restart(self, command: commands.Restart) -> None:
         self._over(command.sequence)

@@ -24,6 +24,7 @@ class LiveMove:
     """One row's."""
 
     command: MoveKv
+    before: Placed
     untold: InstanceRanks
     began: float = field(default_factory=time.monotonic)
     told: list[RowMoved] = field(default_factory=list)
@@ -60,7 +61,7 @@ def begin_move(command: MoveKv, sequence: LiveSequence, gang: GangClient) -> Mov
         trace=sequence.running.carrier,
     )
     members = [instance_id(command.gang, it) for it in message.instances]
-    sequence.move = LiveMove(command, InstanceRanks(gang, members))
+    sequence.move = LiveMove(command, sequence.placed, InstanceRanks(gang, members))
     # Whichever it comes to tells as well when it holds nothing of it any more.
     known = decode_slots(sequence.placed, 0)
     sequence.unfreed.expect(it for it in members if it not in known)

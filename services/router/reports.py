@@ -127,10 +127,9 @@ class Reports:
         sequence.last_token = token.token
         self._requests.deliver(sequence.running, token)
         if token.finish_reason is not None:
-            sequence.over = True
             hashes = sequence.running.answer_hashes if sequence.command.stays else ()
             self._tell(Finished(sequence=sequence.id, drawn=sequence.next_index, hashes=hashes))
-            self._sequences.settle(sequence)
+            self._sequences.end(sequence)
             return
         if first:
             self._tell(FirstToken(sequence=sequence.id))
@@ -141,7 +140,6 @@ class Reports:
 
     def fail(self, sequence: LiveSequence, error: Exception) -> None:
         """The sequence cannot go on; the scheduler decides what becomes of its request."""
-        sequence.over = True
         self._tell(
             Failed(
                 sequence=sequence.id,
@@ -150,7 +148,7 @@ class Reports:
                 retryable=isinstance(error, FaultError),
             )
         )
-        self._sequences.settle(sequence)
+        self._sequences.end(sequence)
 
     # --- facts ---------------------------------------------------------------------------------
 

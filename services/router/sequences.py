@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import KvLanded
+from csps.services.router.decode_groups import DecodeGroups, concerned
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
@@ -123,6 +124,8 @@ class Sequences:
     """All of them, by their ids."""
 
     by_id: dict[SequenceId, LiveSequence] = field(default_factory=dict)
+    groups: DecodeGroups = field(default_factory=DecodeGroups)
+    """Of those of elastic gangs that have joined and are not over."""
 
     def add(self, sequence: LiveSequence) -> None:
         """It was reserved."""
@@ -134,6 +137,20 @@ class Sequences:
         sequence = self.by_id.get(number)
         return None if sequence is None or sequence.over else sequence
 
+    def join(self, sequence: LiveSequence) -> None:
+        """Its gang is told to decode it."""
+        sequence.joined = True
+        if sequence.decode.role == "elastic":
+            self.groups.add(sequence.decode, concerned(sequence.placed))
+
+    def end(self, sequence: LiveSequence) -> None:
+        """It serves its request no more. Idempotent."""
+        if not sequence.over:
+            sequence.over = True
+            if sequence.joined and sequence.decode.role == "elastic":
+                self.groups.remove(sequence.decode, concerned(sequence.placed))
+        self.settle(sequence)
+
     def settle(self, sequence: LiveSequence) -> None:
         """Forget it once it is over and nothing of it is left anywhere."""
         if sequence.over and not sequence.unfreed:
@@ -142,6 +159,5 @@ class Sequences:
     def drop(self, gang: GangClient) -> None:
         """A decode gang is gone: nothing of its sequences is left anywhere, and none goes on."""
         for sequence in [it for it in self.by_id.values() if it.decode is gang]:
-            sequence.over = True
             sequence.unfreed.clear()
-            self.settle(sequence)
+            self.end(sequence)

@@ -63,7 +63,7 @@ class RequestService:
         self._turns = Turns(scheduler, recorder=recorder)
         self._gangs, self._sequences = AttachedGangs(), Sequences()
         self._requests = Requests(self._observer, self._turns.tell, costs.answered)
-        elastic = ElasticEvents(self._sequences, self._requests.changed)
+        elastic = ElasticEvents(self._sequences.groups, self._requests.changed)
         self._steps = Steps(costs.measured, self._observer, elastic)
         self._reports = Reports(
             self._requests,

@@ -17,11 +17,12 @@ Kind = Literal["scale_down", "scale_up", "migrate", "remaster", "merge", "preemp
 class ElasticEvent:
     """One, as the router has seen it. Times are of the monotonic clock, in seconds.
 
-    scale_down  a prompt was computed by more instances than keep its KV
-    scale_up    a request is decoded by more instances than hold its prompt
+    scale_down  a prompt was computed by more instances than keep its KV; or a request that is
+                decoded went on elsewhere, and its group on fewer instances
+    scale_up    a request is decoded by more instances than hold its prompt, or than before
     migrate     KV of a request that is decoded has moved
     remaster    another instance draws a request's tokens; no KV has moved
-    merge       a request that joins has decode groups iterate together from then on
+    merge       a request that joins, or has moved, has decode groups iterate together
     preempt     a prompt is computed where others are decoded, which go on in between
     """
 
