@@ -54,17 +54,18 @@ def owners(length: int, shares: tuple[KvShare, ...]) -> Owners:
 async def bytes_of_a_step(
     cell: ThreadCell, request: Request, rows: tuple[KvShare, ...], strategy: str
 ) -> npt.NDArray[np.int64]:
-    """From rank to rank, of a step after which the request is held as it was reserved."""
-    ranks = cell.prefill_gang.ranks
+    """From instance to instance, of a step after which the request is held as it was reserved."""
+    ranks, tp = cell.prefill_gang.ranks, cell.decode.tp
     length = len(request.prompt)
     before = np.array([rank.engine.mesh.bytes_sent for rank in ranks])
     await cell.reserve(request)
     taken = [rank.engine.pool.used for rank in ranks]
-    assert taken == [int((owners(length, request.shares) == i).sum()) for i in range(INSTANCES)]
+    kept = [int((owners(length, request.shares) == i).sum()) for i in range(INSTANCES)]
+    assert taken == np.repeat(kept, tp).tolist()
     group = list(range(INSTANCES))
     cell.submit(job_of([request.piece(rows=rows)], group, strategy=strategy), request.prompt)
-    await cell.told(len({it.instance for it in request.shares}), KvLanded, rid=request.rid)
-    await cell.until(lambda: len(cell.heard[PrefillDone]) == INSTANCES * request.rid)
+    await cell.told(tp * len({it.instance for it in request.shares}), KvLanded, rid=request.rid)
+    await cell.until(lambda: len(cell.heard[PrefillDone]) == len(ranks) * request.rid)
     assert [rank.engine.pool.used for rank in ranks] == taken
     for rank in ranks:
         held = held_positions(rank.engine.pool, request.rid, length)
@@ -75,16 +76,16 @@ async def bytes_of_a_step(
     cell.cancel(request.rid)
     await cell.freed(request.rid)
     await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
-    return sent
+    return sent.reshape(INSTANCES, tp, INSTANCES, tp).sum((1, 3))
 
 
 async def check(
-    model: Path, kv_heads: int, strategy: str, length: int, layouts: tuple[str, str], seed: int
+    model: Path, tp: int, strategy: str, length: int, layouts: tuple[str, str], seed: int
 ) -> None:
     order = np.random.default_rng(seed).permutation(INSTANCES).tolist()
     rows = laid_out(layouts[0], 0, length, list(range(INSTANCES)))
     keep = laid_out(layouts[1], 0, length, order[: 1 + seed % INSTANCES])
-    async with elastic_cell(model, INSTANCES, kv_slots=length) as cell:
+    async with elastic_cell(model, INSTANCES, tp=tp, kv_slots=length) as cell:
         prompt = prompt_of(length, seed)
         in_place, moved = (
             Request(rid=rid, prompt=prompt, shares=shares, sampling=ONE_TOKEN)
@@ -93,28 +94,35 @@ async def check(
         without = await bytes_of_a_step(cell, in_place, rows, strategy)
         sent = await bytes_of_a_step(cell, moved, rows, strategy)
         assert cell.tokens(1) == cell.tokens(2) == greedy_tokens(model, prompt.tolist(), 1)
-        head_dim = cell.prefill_gang.ranks[0].engine.spec.head_dim
+        engine = cell.prefill_gang.ranks[0].engine
+        head_dim, kv_heads = engine.spec.head_dim, engine.pool.kv_heads
     # In the last layer, which is computed by rows, nothing comes by.
     moving_layers = 1 if all_comes_by(strategy, kv_heads) else LAYERS
     computed, kept = owners(length, rows), owners(length, keep)
     for source in range(INSTANCES):
         for target in range(INSTANCES):
             tokens = int(((computed == source) & (kept == target)).sum()) * (source != target)
-            expected = tokens * moving_layers * 2 * kv_heads * head_dim * 4
+            expected = tokens * moving_layers * 2 * kv_heads * tp * head_dim * 4
             assert sent[source, target] - without[source, target] == expected
 
 
 def all_comes_by(strategy: str, kv_heads: int) -> bool:
     """In pass-KV everything does; with heads shared out all rows do, of a member's KV heads, which
-    are all if there is but one."""
+    are all of a rank's if that has but one."""
     return strategy == "ring_kv" or (strategy != "ring_q" and kv_heads == 1)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "gathered_weights", "ring_kv", "ring_q"])
-def test_only_what_does_not_come_by_is_sent(model: Path, kv_heads: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "tp"),
+    [
+        *((it, 1) for it in ("ulysses", "gathered_weights", "ring_kv", "ring_q")),
+        *(pytest.param(it, 2, marks=pytest.mark.slow) for it in ("ring_kv", "ring_q")),
+    ],
+)
+def test_only_what_does_not_come_by_is_sent(model: Path, strategy: str, tp: int) -> None:
     @settings(max_examples=examples(4))
     @given(st.integers(3, 40), st.tuples(*[st.sampled_from(LAYOUTS)] * 2), st.integers(0, 99))
     def any_placement(length: int, layouts: tuple[str, str], seed: int) -> None:
-        asyncio.run(check(model, kv_heads, strategy, length, layouts, seed))
+        asyncio.run(check(model, tp, strategy, length, layouts, seed))
 
     any_placement()
