@@ -21,9 +21,21 @@ class Talk:
     fields: dict[str, Any]
     told: dict[str, list[Any]] = field(default_factory=lambda: {"tokens": [], "top_logprobs": []})
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    over: BaseException | bool = False
+    """Why nothing more comes."""
 
     async def read(self, client: openai.AsyncOpenAI) -> None:
         """To its end."""
+        try:
+            await self._read(client)
+        except BaseException as error:
+            self.over = error
+            raise
+        finally:
+            self.over = self.over or True
+            self.news.set()
+
+    async def _read(self, client: openai.AsyncOpenAI) -> None:
         stream = await client.completions.create(
             model=MODEL,
             temperature=0,
@@ -46,6 +58,7 @@ class Talk:
         """Wait until it has said so many."""
         async with asyncio.timeout(2 * DEADLINE_S):
             while self.tokens < tokens:
+                assert not self.over, f"it ends with {self.tokens} tokens: {self.over!r}"
                 self.news.clear()
                 await self.news.wait()
 

@@ -1,0 +1,166 @@
+"""Ranks that die, and clients that leave, while a deployed elastic gang changes its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from deployed import DEADLINE_S, POLL_S, Deployed, deployed
+from talks import MOVING, Talk, client_of
+from tiny_checkpoints import make_checkpoint, random_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+INSTANCES, KV_SLOTS = 4, 16_200
+BACK_S = 20.0
+"""From a rank's death until the router has taken the whole gang again, on a machine that has
+nothing else to do (`slowdown`)."""
+COMPARED = 300
+"""Tokens of an answer that are known from an undisturbed run."""
+MORE = 20
+"""Tokens that everybody is told after a death."""
+LONG = random_tokens(16_000, seed=7)
+TALKERS = [random_tokens(400 + n, seed=n) for n in range(INSTANCES)]
+"""Each is decoded by an instance of its own, when it comes while those before it are decoded."""
+LATE = random_tokens(7_000, seed=8)
+"""Comes while all instances decode."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Requests at an event."""
+
+    talks: list[Talk]
+    reading: list[asyncio.Task[None]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    model = make_checkpoint(
+        tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=65_536
+    )
+    elastic = {"instances": INSTANCES, "kv_slots": KV_SLOTS}
+    scheduling = {"policy": "loongserve", **MOVING}
+    run = tmp_path_factory.mktemp("run")
+    with deployed(model, run, elastic=elastic, scheduling=scheduling) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Deployed) -> Talk:
+    """What is said after the long prompt when nothing happens."""
+    talk = Talk({"prompt": LONG, "max_tokens": COMPARED})
+
+    async def read() -> None:
+        async with client_of(server) as client:
+            await talk.read(client)
+
+    asyncio.run(read())
+    return talk
+
+
+@asynccontextmanager
+async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
+    """Bring an event about; whoever still streams at the end is cancelled."""
+    talks: list[Talk] = []
+    reading: list[asyncio.Task[None]] = []
+    async with client_of(server) as client:
+
+        async def ask(prompt: list[int], max_tokens: int, tokens: int) -> Talk:
+            """And wait until it has said so many."""
+            talks.append(Talk({"prompt": prompt, "max_tokens": max_tokens}))
+            reading.append(asyncio.create_task(talks[-1].read(client)))
+            await talks[-1].says(tokens)
+            return talks[-1]
+
+        async def ask_and_launch(prompt: list[int], max_tokens: int) -> None:
+            """And wait until its prompt is being computed."""
+            launched = server.gauge("request_queue_time_seconds_count")
+            await ask(prompt, max_tokens, 0)
+            await asyncio.to_thread(
+                server.wait_gauge, "request_queue_time_seconds_count", launched + 1
+            )
+
+        try:
+            if event == "scale_down":
+                await ask_and_launch(LONG, 3_000)
+            elif event == "scale_up":
+                await ask(LONG, 3_000, KV_SLOTS - len(LONG) + 10)
+            else:
+                # With slots promised that no other instance has, nobody can move.
+                for prompt in TALKERS:
+                    await ask(prompt, 13_000, 2)
+                await ask_and_launch(LATE, 2_000)
+            yield Scene(talks, reading)
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+
+def slowdown() -> float:
+    """How much longer things take here than they would if nobody else used the processors: for an
+    interpreter that loads torch, as each rank does, its time over its processor time. 1 at least;
+    to be asked while the server has nothing to do, whose own use of the processors is no excuse."""
+    before, began = os.times(), time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=4 * DEADLINE_S)
+    took_s, after = time.monotonic() - began, os.times()
+    used_s = sum(after[2:4]) - sum(before[2:4])
+    return max(1.0, took_s / used_s)
+
+
+def kill_and_wait(server: Deployed, rank: int) -> float:
+    """SIGKILL a rank; returns how long it took until the router had the whole gang again."""
+    lost = server.gauge("gangs_lost_total")
+    server.kill_replica("ElasticGang", rank)
+    began = time.monotonic()
+    server.wait_gauge("gangs_lost_total", lost + 1)
+    deadline = began + 4 * DEADLINE_S
+    while not server.gauge("ready"):
+        assert time.monotonic() < deadline, "the gang does not come back"
+        time.sleep(POLL_S)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("event", "rank"), [("scale_down", 0), ("scale_up", 1)])
+def test_a_rank_is_killed(server: Deployed, undisturbed: Talk, event: str, rank: int) -> None:
+    """All of the gang ends, and is back in time; nobody is told a wrong token, and who was told
+    none is told all."""
+    pids = server.pids("ElasticGang")
+
+    async def disturbed() -> tuple[list[Talk], float]:
+        async with scene(server, event) as it:
+            assert not any(task.done() for task in it.reading), "too late"
+            back_s = await asyncio.to_thread(kill_and_wait, server, rank)
+            for talk in it.talks:
+                await talk.says(talk.tokens + MORE)
+            return it.talks, back_s
+
+    talks, back_s = asyncio.run(disturbed())
+    server.assert_all_slots_free()
+    assert not server.pids("ElasticGang") & pids
+    for talk in talks:
+        talk.check(undisturbed)
+    assert server.gauge("request_failures_total") == 0
+    assert server.gauge("request_retries_total") > 0
+    assert back_s <= BACK_S * (slower := slowdown()), f"{back_s:.1f} s, others {slower:.1f} x"
+
+
+@pytest.mark.parametrize("event", ["scale_down", "scale_up", "preempt"])
+def test_all_clients_leave(server: Deployed, event: str) -> None:
+    """Every slot of every instance is free then."""
+
+    async def left() -> None:
+        async with scene(server, event):
+            pass
+
+    asyncio.run(left())
+    server.assert_all_slots_free()
+    server.wait_zero("num_requests_running")
