@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from csps.actors.mesh import Mesh, StoreAddress, Tag, host_store, join_store
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.rendezvous import StoreAddress, host_store, join_store
 
 
 def main(arguments: Sequence[str]) -> None:

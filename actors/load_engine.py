@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from csps.actors.engine.engine import Engine
+from csps.actors.instance_group import InstanceGroup
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import InstanceGroup, Mesh
+from csps.actors.mesh import Mesh
 from csps.actors.model_fingerprint import model_fingerprint
 from csps.actors.rank_config import RankConfig
 from csps.models.checkpoint import open_checkpoint

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from csps.actors.mesh import InstanceGroup
+from csps.actors.instance_group import InstanceGroup
 from csps.models.checkpoint import Checkpoint
 from csps.models.loading import weights_checksum
 

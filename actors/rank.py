@@ -20,20 +20,16 @@ import torch
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.open_log import open_log
+from csps.actors.instance_group import InstanceGroup
 from csps.actors.kv_transfer.link import KvLink
 from csps.actors.launch_order import LaunchOrder
 from csps.actors.layout import GangLayout
 from csps.actors.load_engine import load_engine
-from csps.actors.mesh import (
-    GroupMaker,
-    HostedStore,
-    InstanceGroup,
-    Mesh,
-    StoreAddress,
-    join_store,
-)
+from csps.actors.mesh import Mesh
+from csps.actors.process_group import GroupMaker
 from csps.actors.rank_commands import RankCommands
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import HostedStore, StoreAddress, join_store
 from csps.actors.router_attachment import RouterAttachment
 from csps.actors.rpc_thread import RpcThread
 from csps.protocols import schema

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from csps.actors.followers import Followers, FollowInOrder, FollowWhenSeen, Task
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import Mesh, Pending, Tag
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.process_group import Pending
 from csps.actors.timeline import Event, Phase, Timeline
 
 T = TypeVar("T")

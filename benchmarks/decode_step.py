@@ -42,7 +42,8 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
     from csps.actors.engine.stream import Stream
     from csps.actors.kv_pool import KvPool
     from csps.actors.layout import GangLayout
-    from csps.actors.mesh import Mesh, StoreAddress, join_store
+    from csps.actors.mesh import Mesh
+    from csps.actors.rendezvous import StoreAddress, join_store
     from csps.models.loading import load_network
     from csps.protocols.log_entries import Change
 
@@ -136,7 +137,7 @@ Measured = tuple[int, int, list[float], list[float]]
 
 def measured(args: argparse.Namespace) -> Iterator[Measured]:
     """Over a gang."""
-    from csps.actors.mesh import host_store
+    from csps.actors.rendezvous import host_store
 
     store = host_store("127.0.0.1")
     most = max(c * b for c in args.context for b in args.batch)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gang_cell import SECRET, Cell, GangPlan, in_threads, members_of
 
-from csps.actors.mesh import StoreAddress
+from csps.actors.rendezvous import StoreAddress
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers
 

@@ -19,9 +19,10 @@ from rank_world import STRICT
 
 from csps.actors.engine.log_end import ConductorEnd
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, host_store
+from csps.actors.process_group import GroupMaker
 from csps.actors.rank import Rank
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import host_store
 from csps.protocols.conductor import Conductor
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers

@@ -17,7 +17,7 @@ from strict_group import EVERY_RULE, Parts, strict
 from torch._C._distributed_c10d import Store
 
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import Group, GroupMaker
+from csps.actors.process_group import Group, GroupMaker
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors.mesh import GroupMaker, Mesh
+from csps.actors.mesh import Mesh
+from csps.actors.process_group import GroupMaker
 
 T = TypeVar("T")
 FINISH_S = 60.0

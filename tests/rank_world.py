@@ -13,7 +13,8 @@ from torch.distributed import HashStore
 
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, Mesh
+from csps.actors.mesh import Mesh
+from csps.actors.process_group import GroupMaker
 from csps.actors.strategies.group import SpGroup
 from csps.protocols.prefill_job import PrefillJob
 

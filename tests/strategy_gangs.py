@@ -12,7 +12,7 @@ from rank_world import STRICT
 from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 
-from csps.actors.mesh import GroupMaker
+from csps.actors.process_group import GroupMaker
 from csps.protocols.placement import KvShare
 from csps.protocols.span import Span
 

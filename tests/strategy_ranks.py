@@ -20,10 +20,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from csps.actors.engine.engine import Engine
+from csps.actors.instance_group import InstanceGroup
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, InstanceGroup
+from csps.actors.process_group import GroupMaker
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.parts import ModelShape, Points, step_parts
 from csps.actors.strategies.strategy import Strategy

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from csps.actors.mesh import Group, GroupMaker, gloo_group
+from csps.actors.process_group import Group, GroupMaker, gloo_group
 
 HANG = timedelta(seconds=40)
 """For one call to end; longer means that calls wait for each other across ranks."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from csps.actors.engine.batch import Batch
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.held_attention import attend_held
-from csps.actors.mesh import Pending, Tag
+from csps.actors.mesh import Tag
+from csps.actors.process_group import Pending
 from csps.actors.strategies.query_exchange import (
     ExchangeTimes,
     Meeting,

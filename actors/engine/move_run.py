@@ -22,7 +22,8 @@ from csps.actors.engine.rows import Row
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import PEER_DEADLINE, ControlTag, Tag
+from csps.actors.mesh import ControlTag, Tag
+from csps.actors.process_group import PEER_DEADLINE
 from csps.actors.sampling import TokenSampler
 from csps.protocols.log_entries import Run
 from csps.protocols.row_move import MoveRow, RowMoved, Transfer

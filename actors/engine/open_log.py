@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch._C._distributed_c10d import Store
 
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
-from csps.actors.mesh import JOIN_DEADLINE
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import JOIN_DEADLINE
 from csps.protocols.conductor import Conductor
 from csps.protocols.log_connection import join_log
 from csps.protocols.log_listener import LogListener

@@ -10,7 +10,8 @@ from torch import Tensor
 from csps.actors.announce import Notify, request_failed, token_drawn
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.rows import Row
-from csps.actors.mesh import PEER_DEADLINE, ControlTag
+from csps.actors.mesh import ControlTag
+from csps.actors.process_group import PEER_DEADLINE
 from csps.actors.sampling import Draw, draw_batch
 from csps.protocols.errors import CspsError
 from csps.protocols.tokens import TokenDrawn, Tokens

@@ -33,8 +33,8 @@ from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
 from csps.actors.kv_transfer.turns import Turn
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import IDLE, Pending, close_gloo, gloo_group, with_peer
 from csps.actors.name_digest import name_digest
+from csps.actors.process_group import IDLE, Pending, close_gloo, gloo_group, with_peer
 from csps.protocols.messages import ConnectKv
 
 _BEAT, _ASKED, _ENDED = 0x62656174, 0x61736B, 0x656E64  # "beat", "ask", "end"

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from csps.actors.kv_transfer.connection import SILENCE, Grant, KvConnection
 from csps.actors.kv_transfer.turns import Turn
-from csps.actors.mesh import PeerLost, Pending
+from csps.actors.process_group import PeerLost, Pending
 
 
 class Grants:

@@ -11,8 +11,8 @@ from csps.actors.engine.loop import EngineLoop
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.receiver import KvReceiver
 from csps.actors.kv_transfer.sender import KvSender
-from csps.actors.mesh import StoreAddress, join_store
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import StoreAddress, join_store
 from csps.protocols.errors import Cancelled
 from csps.protocols.messages import ConnectKv, LinkBroken
 

@@ -20,7 +20,7 @@ from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.kv_transfer.staging import Staging
 from csps.actors.kv_transfer.turns import ReceivingTurns, Turn
-from csps.actors.mesh import PeerLost
+from csps.actors.process_group import PeerLost
 from csps.protocols.errors import TransferError
 from csps.protocols.messages import KvLanded, RequestFailed
 

@@ -15,7 +15,8 @@ from csps.actors.kv_transfer.sending import Sending
 from csps.actors.kv_transfer.staging import Staging
 from csps.actors.kv_transfer.turns import Turn
 from csps.actors.kv_transfer.waiting_sends import WaitingSends
-from csps.actors.mesh import IDLE, JOIN_DEADLINE, PeerLost, Pending
+from csps.actors.process_group import IDLE, PeerLost, Pending
+from csps.actors.rendezvous import JOIN_DEADLINE
 from csps.actors.timeline import Event
 from csps.protocols.errors import ConfigError, TransferError
 

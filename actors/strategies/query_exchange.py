@@ -23,7 +23,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from csps.actors.mesh import Mesh, Pending, Tag
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.process_group import Pending
 from csps.kernels.merge import merge_rows
 
 Partial = Callable[[int | None, Tensor], tuple[Tensor, Tensor]]

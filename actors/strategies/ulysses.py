@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from csps.actors.kv_pool import KvPool
-from csps.actors.mesh import Pending, Tag
+from csps.actors.mesh import Tag
+from csps.actors.process_group import Pending
 from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import HeadSplit, SpGroup
 from csps.actors.strategies.history import (

@@ -31,8 +31,8 @@ from csps.services.telemetry import tracing
 
 if TYPE_CHECKING:
     # The shell is imported to build the application as well, where torch is not needed.
-    from csps.actors.mesh import HostedStore, StoreAddress
     from csps.actors.rank import Rank
+    from csps.actors.rendezvous import HostedStore, StoreAddress
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ async def _meet(
     gang: GangContext, host: str, registry: DeploymentHandle[Registry]
 ) -> HostedStore | StoreAddress:
     """Rank 0 hosts the rendezvous store of the gang, the others learn where it is."""
-    from csps.actors.mesh import StoreAddress, host_store
+    from csps.actors.rendezvous import StoreAddress, host_store
 
     if gang.rank > 0:
         return StoreAddress(*await wait_for_store(registry, gang.gang_id))

@@ -31,7 +31,7 @@ from known_kv import KnownKv, held_by
 from property_examples import examples
 from riders import reserve_riding, ride
 
-from csps.actors.mesh import GroupMaker
+from csps.actors.process_group import GroupMaker
 from csps.protocols.gang_client import GangClient
 from csps.protocols.messages import Keep, Release
 from csps.protocols.placement import KvShare, round_robin

@@ -24,7 +24,8 @@ from csps.actors.engine.stream import Stream
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import BegunExchange, Expected, Mesh, Pending, Tag
+from csps.actors.mesh import BegunExchange, Expected, Mesh, Tag
+from csps.actors.process_group import Pending
 from csps.actors.sampling import TokenSampler, draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses

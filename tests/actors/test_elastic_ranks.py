@@ -33,7 +33,7 @@ from property_examples import examples
 from riders import reserve_riding, ride
 
 from csps.actors.engine.stream import Stream
-from csps.actors.mesh import GroupMaker
+from csps.actors.process_group import GroupMaker
 from csps.protocols.conducting.streams import LEASES
 from csps.protocols.errors import ProtocolError
 from csps.protocols.messages import KvLanded

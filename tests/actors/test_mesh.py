@@ -11,8 +11,11 @@ import torch
 from mesh_threads import on_ranks
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors import mesh as mesh_module
-from csps.actors.mesh import IDLE, InstanceGroup, Mesh, Pending, Tag, host_store, join_store
+from csps.actors import process_group
+from csps.actors.instance_group import InstanceGroup
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.process_group import IDLE, Pending
+from csps.actors.rendezvous import host_store, join_store
 
 JOIN_S = 60.0
 
@@ -116,7 +119,7 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks of an instance drift apart by the length of a layer."""
-    monkeypatch.setattr(mesh_module, "JOIN_DEADLINE", timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "JOIN_DEADLINE", timedelta(seconds=1))
     store, late = HashStore(), threading.Event()
     groups: dict[int, InstanceGroup] = {}
 

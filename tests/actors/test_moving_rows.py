@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.actors.engine import move_run
-from csps.actors.mesh import GroupMaker
+from csps.actors.process_group import GroupMaker
 from csps.protocols import schema
 from csps.protocols.placement import KvShare, round_robin
 from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement

@@ -25,9 +25,9 @@ from gang_threads import eventually, is_broken, thread_cell, thread_gang
 from greedy_reference import greedy_tokens
 
 from csps.actors.engine import stream as stream_module
-from csps.actors.mesh import host_store
 from csps.actors.rank import Rank
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import host_store
 from csps.models.errors import CheckpointError
 from csps.models.network import Layer
 from csps.protocols.errors import DeadlineExceeded, FaultError, ProtocolError

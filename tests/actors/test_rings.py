@@ -24,7 +24,8 @@ from torch import Tensor
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, Mesh, Tag
+from csps.actors.mesh import Mesh, Tag
+from csps.actors.process_group import GroupMaker
 from csps.actors.strategies import ring
 from csps.actors.strategies.group import SpGroup, span_positions
 from csps.actors.strategies.ring_kv import RingKv

@@ -15,8 +15,8 @@ from torch import Tensor
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
+from csps.actors.instance_group import InstanceGroup
 from csps.actors.levels.schedule import DropSchedule
-from csps.actors.mesh import InstanceGroup
 from csps.actors.strategies.gathered_weights import GatheredWeights
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp

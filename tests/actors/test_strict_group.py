@@ -16,16 +16,18 @@ from strict_group import EVERY_RULE, BrokenRule, Rule, strict
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from csps.actors import mesh as mesh_module
+from csps.actors import process_group
+from csps.actors.instance_group import InstanceGroup
 from csps.actors.job_clock import JobClock
 from csps.actors.launch_order import LaunchOrder
-from csps.actors.mesh import ABORT_HANGS, ControlTag, InstanceGroup, Mesh, PeerLost, Tag
+from csps.actors.mesh import ControlTag, Mesh, Tag
+from csps.actors.process_group import ABORT_HANGS, PeerLost
 from csps.actors.transfers import Label, Transfers
 
 
 def groups(body: Callable[[Any, int], Any], rules: frozenset[Rule] = EVERY_RULE) -> list[Any]:
     """What `body(group, rank)` returns on two ranks of one communicator."""
-    return on_ranks(2, lambda mesh: body(mesh._data, mesh.rank), strict(rules))
+    return on_ranks(2, lambda mesh: body(mesh._data.group, mesh.rank), strict(rules))
 
 
 def test_tags_mean_nothing() -> None:
@@ -262,12 +264,12 @@ def test_one_thread_begins_what_goes_through_a_devices_groups() -> None:
 
 def test_an_abort_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(mesh_module, "ABORT_DEADLINE", timedelta(milliseconds=10))
-    monkeypatch.setattr(mesh_module.os, "_exit", exits.append)
+    monkeypatch.setattr(process_group, "ABORT_DEADLINE", timedelta(milliseconds=10))
+    monkeypatch.setattr(process_group.os, "_exit", exits.append)
     over = threading.Event()
 
     def body(mesh: Mesh) -> None:
-        monkeypatch.setattr(mesh._data, "abort", lambda: over.wait(60))
+        monkeypatch.setattr(mesh._data.group, "abort", lambda: over.wait(60))
         mesh.close()
 
     on_ranks(1, body, strict())

@@ -13,7 +13,8 @@ from mesh_threads import on_ranks
 from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
-from csps.actors.mesh import BegunExchange, ControlTag, Mesh, Pending, Tag
+from csps.actors.mesh import BegunExchange, ControlTag, Mesh, Tag
+from csps.actors.process_group import Pending
 from csps.actors.timeline import Timeline
 from csps.actors.transfers import Label, Transfers
 

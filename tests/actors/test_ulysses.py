@@ -21,7 +21,8 @@ from torch import Tensor
 from csps.actors.job_clock import JobClock
 from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
-from csps.actors.mesh import GroupMaker, Mesh
+from csps.actors.mesh import Mesh
+from csps.actors.process_group import GroupMaker
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
 from csps.protocols.even_share import even_share

@@ -19,7 +19,7 @@ from tiny_checkpoints import reference_tokens
 from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.connection import KvConnection
 from csps.actors.kv_transfer.header import KvHeader
-from csps.actors.mesh import Pending
+from csps.actors.process_group import Pending
 from csps.protocols.errors import TransferError
 from csps.protocols.gang_members import GangRole
 from csps.services.router.running import Running

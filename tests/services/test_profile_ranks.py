@@ -12,9 +12,9 @@ import pytest
 import yaml
 from gang_cell import in_threads
 
-from csps.actors.mesh import host_store
 from csps.actors.rank import Rank
 from csps.actors.rank_config import RankConfig
+from csps.actors.rendezvous import host_store
 from csps.configurator.scaling_information_base import (
     LinkRow,
     PhaseRow,

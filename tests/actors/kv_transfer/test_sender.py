@@ -36,7 +36,7 @@ from csps.actors.kv_transfer.connection import Asked, Ended, Grant, KvConnection
 from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.header import KvHeader
 from csps.actors.kv_transfer.staging import Staging
-from csps.actors.mesh import PeerLost, Pending
+from csps.actors.process_group import PeerLost, Pending
 from csps.models.spec import ModelSpec
 from csps.protocols.errors import ConfigError, TransferError
 from csps.protocols.placement import KvShare
