@@ -219,9 +219,9 @@ def commands_in(folder: Path) -> Iterator[None]:
 @contextmanager
 def replaced(model_dir: Path, folder: Path, port: int) -> Iterator[Deployed]:
     """What `csps serve` puts in the place of the server of a folder, or starts if there is none."""
-    config = _read(folder, _config(model_dir, folder, {}), port)
     try:
-        with commands_in(folder):
+        with commands_in(folder):  # where what has no path of its own is looked for
+            config = _read(folder, _config(model_dir, folder, {}), port)
             command = ["serve", "--no-demo", "--config", str(folder / CONFIG), "--port", str(port)]
             assert main(command) == 0
             head = ray_head.recall(RUN_DIR)
