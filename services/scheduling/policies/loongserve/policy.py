@@ -31,7 +31,11 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
-from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
+from csps.services.scheduling.policies.loongserve.allocation import (
+    Migration,
+    MoveNs,
+    allocate,
+)
 from csps.services.scheduling.policies.loongserve.batching import (
     MOST_INSTANCES,
     MOST_REQUESTS,
@@ -169,11 +173,10 @@ class _Round:
             idle, batches = self._gang.others(going_on, idle, batches)
         elif not idle:
             idle, migration = self._emptied()
-            ids = {it.id for it in idle}
-            batches = [it for it in batches if ids.isdisjoint(one.id for one in it.instances)]
+            batches = [] if migration else batches  # some take what moves
         if not idle and not batches:
             return
-        dispatched = self._dispatch(idle, batches)
+        dispatched = self._dispatch(idle, batches, _slots(migration))
         if dispatched.prompts and not self._waits(dispatched, idle, batches):
             yield from self._moves([migration] if migration else [])
             yield from self._plans(dispatched, idle)
@@ -242,12 +245,15 @@ class _Round:
                 cls = it.cls
                 yield _prompt(it)
 
-    def _dispatch(self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch]) -> Dispatched:
+    def _dispatch(
+        self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch], moving: int
+    ) -> Dispatched:
+        """What moves has so many slots twice until it is there."""
         available = len(idle) + sum(len(it.instances) for it in batches)
         room = self._max_batch - self._pair.decode.mastered
         dispatcher = Dispatcher(
             self._model,
-            future_slots=self.unused,
+            future_slots=self.unused - moving,
             average_decode_ns=self._pair.decode.decode_ns,
             most=max(0, min(most_requests(available), room)),
             max_num_ooe=self._options.max_num_ooe,
@@ -261,7 +267,7 @@ class _Round:
         freed = self._regrouping.free(
             self._gang.movable,
             self._gang.groups,
-            startable=lambda it: self._dispatch([it], []).prompts,
+            startable=lambda it: self._dispatch([it], [], it.used).prompts,
             alone_ns=lambda it: self._model.ns([it.tokens], 1),
         )
         return ((freed.instance,), freed.migration) if freed else ((), None)
@@ -331,18 +337,20 @@ class _Round:
     def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan | Move]:
         prompts = list(dispatched.prompts)
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
-        allocation = allocate(
-            prompts,
-            idle,
-            decoding,
-            self._model,
-            others=[it for it in self._gang.movable if it not in decoding],
-            move_ns=self._gang.move_ns,
-        )
-        if allocation is None:
-            return
+        others = [it for it in self._gang.movable if it not in decoding]
+        room = self.unused - sum(it.future for it in prompts)
+        ways: tuple[MoveNs, ...] = (self._gang.move_ns, lambda _: None)
+        for move_ns in ways:
+            allocation = allocate(
+                prompts, idle, decoding, self._model, others=others, move_ns=move_ns
+            )
+            if allocation is None:
+                return
+            if sum(map(_slots, allocation.migrations)) <= room:
+                break
         yield from self._moves(allocation.migrations)
-        chosen = _whole_groups(allocation.instances, dispatched.preempted)
+        whole = _whole_groups(allocation.instances, dispatched.preempted)
+        chosen = self._gang.elastic([it.id for it in whole])
         instances = sorted(chosen, key=lambda it: (-it.unused, it.order))[:MOST_INSTANCES]
         prompts.sort(key=lambda it: (-it.tokens, it.id))
         search = plain if self._options.batching == "plain" else pruned
@@ -429,6 +437,10 @@ class _Round:
 
 def _prompt(request: RequestView) -> Prompt:
     return Prompt(request.id, request.prompt_tokens, request.output_tokens, request.passed_rounds)
+
+
+def _slots(migration: Migration | None) -> int:
+    return sum(tokens for _, tokens in migration.targets) if migration else 0
 
 
 def _filled(longest: Prompt, group: Sequence[Elastic]) -> Sequence[Elastic]:
