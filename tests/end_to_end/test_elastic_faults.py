@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 from deployed import DEADLINE_S, POLL_S, Deployed, deployed
-from talks import MOVING, Talk, client_of
+from talks import Talk, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=65_536
     )
     elastic = {"instances": INSTANCES, "kv_slots": KV_SLOTS}
-    scheduling = {"policy": "loongserve", **MOVING}
+    scheduling = {"policy": "loongserve"}
     run = tmp_path_factory.mktemp("run")
     with deployed(model, run, elastic=elastic, scheduling=scheduling) as server:
         yield server
