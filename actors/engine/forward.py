@@ -5,6 +5,8 @@ Shape suffixes: r query rows, t tokens, h heads, d head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,14 +42,14 @@ def forward(engine: Engine, batch: Batch, times: ExchangeTimes | None = None) ->
     stores_all = stored == list(range(batch.rows))
     if None in batch.held:
         batch.held[None].grown()
-    layers = [_LayerOfOthers(engine, batch, index) for index in range(len(network.layers))]
-    for index, layer in enumerate(network.layers):
+    exchanges = _exchanges(engine, batch)
+    for index, (layer, others) in enumerate(zip(network.layers, exchanges, strict=True)):
         q_rhd, k_rhd, v_rhd = layer.qkv(x_td, rotary)
         if stores_all:
             pool.write_slots(index, slots_t, k_rhd, v_rhd)
         elif stored:
             pool.write_slots(index, slots_t, k_rhd[stored_t], v_rhd[stored_t])
-        out_rhd = layers[index].attend(q_rhd, k_rhd, v_rhd, times)
+        out_rhd = others.attend(q_rhd, k_rhd, v_rhd, times)
         x_td = layer.finish(x_td, out_rhd.to(q_rhd.dtype))
     if batch.pieces:
         x_td = x_td[[at for _, at in batch.drawing]]
@@ -59,14 +61,21 @@ def _serve_others(engine: Engine, batch: Batch) -> Tensor:
     spec, pool = engine.spec, engine.pool
     none_rhd = pool.k.new_empty(0, engine.heads, spec.head_dim)
     no_kv_rhd = pool.k.new_empty(0, pool.kv_heads, spec.head_dim)
-    for layer in [_LayerOfOthers(engine, batch, index) for index in range(spec.layers)]:
-        layer.attend(none_rhd, no_kv_rhd, no_kv_rhd)
+    for others in _exchanges(engine, batch):
+        others.attend(none_rhd, no_kv_rhd, no_kv_rhd)
     return none_rhd.new_empty(0, spec.vocab)
+
+
+def _exchanges(engine: Engine, batch: Batch) -> Iterable[_LayerOfOthers]:
+    """Of all layers, where receives are expected ahead. Where exchanges are in order nothing is,
+    and a device would have every layer's buffers at once in vain."""
+    layers = (_LayerOfOthers(engine, batch, index) for index in range(engine.spec.layers))
+    return layers if engine.mesh.in_order else list(layers)
 
 
 class _LayerOfOthers:
     """One layer's exchange with peers, who hold KV of own rows or have rows whose KV is held here.
-    What it receives is expected from the iteration's beginning on."""
+    What it receives is expected from here on."""
 
     def __init__(self, engine: Engine, batch: Batch, index: int) -> None:
         self._engine, self._batch, self._index = engine, batch, index

@@ -107,8 +107,8 @@ class ExchangeTimes:
 
 
 class Meeting:
-    """What one exchange of queries receives, expected ahead of it: of all layers of an iteration
-    before the first of them.
+    """What one exchange of queries receives, expected ahead of it where that is of use
+    (`Mesh.expect`).
 
     Args:
         like: of the queries' dtype and device.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -46,10 +47,17 @@ class NobodysMesh:
 
     rank, in_order, device = 0, True, DEVICE
 
+    def __init__(self) -> None:
+        self._buffers: list[ref[Tensor]] = []
+        self.most_buffers = 0
+        """To receive in, that there were at a time."""
+
     def exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> Pending:
         return Pending([], [])
 
     def expect(self, recvs: Sequence[Any], tag: Tag) -> Expected:
+        self._buffers += (ref(tensor) for _, tensor in recvs)
+        self.most_buffers = max(self.most_buffers, sum(it() is not None for it in self._buffers))
         return Expected(cast(Mesh, self), recvs, tag)
 
     def start_exchange(self, sends: Sequence[Any], recvs: Sequence[Any], tag: Tag) -> BegunExchange:
@@ -157,6 +165,21 @@ def test_a_layer_of_an_iteration_with_riders_waits_for_nothing(
     few, many = (decode_layer(device, (model, deeper), own, 3, 2) for own in (3, 64))
     assert few.kernels == many.kernels
     assert not few.copies + many.copies
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("rows", [(0, 3, 0), (3, 3, 2)])
+def test_more_layers_need_no_more_buffers(
+    model: Path, deeper: Path, rows: tuple[int, int, int]
+) -> None:
+    """Of those that only help with others' rows, too."""
+    most = []
+    for it in (model, deeper):
+        engine = engine_of(it)
+        with torch.inference_mode():
+            forward(engine, stream_of(engine, *rows)._next_batch(()))
+        most.append(cast(NobodysMesh, engine.mesh).most_buffers)
+    assert 0 < most[0] == most[1]
 
 
 def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> DeviceBudget:
