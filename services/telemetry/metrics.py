@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
-from prometheus_client import Histogram
+from prometheus_client import Counter, Histogram
 
 from csps.protocols.errors import RequestError, TransferError
 from csps.protocols.gang_members import GangRole
@@ -153,7 +154,7 @@ class Metrics:
         if plan is not None and plan.predicted_ttft_ms and ttft_s is not None:
             self._drift.observe(ttft_s * 1e3 / plan.predicted_ttft_ms)
         if (bound_ms := running.generation.objective.max_ttft_ms) is not None:
-            self._bounds(met="true" if (ttft_s or 0.0) * 1e3 <= bound_ms else "false").inc()
+            _count(self._bounds, (ttft_s or 0.0) * 1e3 <= bound_ms)
 
     def token(self, running: Running, gap_s: float) -> None:
         """In the token path: one increment, one observation."""
@@ -214,7 +215,7 @@ class Metrics:
 
     def _judge(self, met: Mapping[Objective, bool]) -> None:
         for slo, kept in met.items():
-            self._slo(slo=slo, met="true" if kept else "false").inc()
+            _count(partial(self._slo, slo=slo), kept)
 
     def _count_transfer(self, error: Exception) -> None:
         if isinstance(error, TransferError):
@@ -226,6 +227,13 @@ def time_per_output_token(timings: Timings) -> float | None:
     if timings.total_s is None or timings.ttft_s is None or timings.tokens < 2:
         return None
     return (timings.total_s - timings.ttft_s) / (timings.tokens - 1)
+
+
+def _count(counter: Callable[..., Counter], met: bool) -> None:
+    """Both outcomes are there from the first on: a share of what is not there would be nothing, and
+    not 0."""
+    outcomes = {it: counter(met="true" if it else "false") for it in (True, False)}
+    outcomes[met].inc()
 
 
 def _observe(histogram: Histogram, seconds: float | None) -> None:

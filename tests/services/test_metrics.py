@@ -79,13 +79,14 @@ def test_predictions_are_compared_with_what_came() -> None:
     metrics.first_token(request)
     assert value(metrics, "prefill_prediction_error_ratio_sum") == 1.25
     assert value(metrics, "request_ttft_bounds_total", met="false") == 1
+    assert value(metrics, "request_ttft_bounds_total", met="true") == 0
 
 
 def slo_counts(metrics: Metrics) -> dict[tuple[str, str], float]:
     return {
         (dict(labels)["slo"], dict(labels)["met"]): count
         for (name, labels), count in series(metrics).items()
-        if name == "csps:request_slo_total"
+        if name == "csps:request_slo_total" and count
     }
 
 
@@ -123,6 +124,14 @@ def test_a_failed_request_missed_its_objectives_and_a_cancelled_one_had_none() -
     cancelled.finished(running(BOUNDS), "cancelled")
     assert slo_counts(failed) == {(name, "false"): 1 for name in ("ttft", "tpot", "all")}
     assert slo_counts(cancelled) == {}
+
+
+def test_objectives_that_nobody_has_met_were_met_by_none() -> None:
+    metrics = Metrics("m")
+    assert not any(name == "csps:request_slo_total" for name, _ in series(metrics))
+    metrics.failed(running(BOUNDS), GangLost("died"))
+    for name in ("ttft", "tpot", "all"):
+        assert value(metrics, "request_slo_total", slo=name, met="true") == 0
 
 
 def test_a_step_counts_by_strategy_and_by_how_far_it_sent() -> None:
