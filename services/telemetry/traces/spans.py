@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,29 @@ def read_spans(files: Iterable[Path]) -> Iterator[Span]:
 
 
 def traces(spans: Iterable[Span]) -> list[Trace]:
-    """Spans by trace, the latest last."""
+    """Spans by trace, the latest last; and by request, where a client has several in one trace."""
     by_id: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         by_id[span.trace_id].append(span)
-    found = [Trace(tuple(sorted(some, key=lambda it: it.start_ns))) for some in by_id.values()]
+    apart = chain.from_iterable(map(_by_request, by_id.values()))
+    found = [Trace(tuple(sorted(some, key=lambda it: it.start_ns))) for some in apart]
     return sorted(found, key=lambda it: it.root.start_ns)
+
+
+def _by_request(spans: Sequence[Span]) -> Iterable[Sequence[Span]]:
+    """Of one trace. Where it has several requests, a span below none that was written is left out:
+    nobody knows whose it is."""
+    below: dict[str, list[Span]] = {it.span_id: [] for it in spans if it.name == REQUEST}
+    if len(below) < 2:
+        return [spans]
+    parents = {it.span_id: it.parent_id for it in spans}
+    for span in spans:
+        above: str | None = span.span_id
+        while above is not None and above not in below:
+            above = parents.get(above)
+        if above is not None:
+            below[above].append(span)
+    return below.values()
 
 
 def _line_spans(line: str, where: str) -> list[Span]:

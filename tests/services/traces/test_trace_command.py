@@ -106,6 +106,32 @@ def test_a_request_is_found_by_its_name_or_its_trace(
     assert "request-2" in capsys.readouterr().out
 
 
+def test_requests_of_one_trace_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client's trace may have several, and spans of the client's own that are not here."""
+    context = trace_context.extract({"traceparent": f"00-{7:032x}-{9:016x}-01"})
+    router, rank = provider("csps-router", tmp_path), provider("csps-prefill", tmp_path, rank=0)
+    for name in ("first", "second"):
+        request = router.get_tracer("t").start_span("llm_request", context=context)
+        request.set_attribute("gen_ai.request.id", name)
+        below = trace_context.trace.set_span_in_context(request)
+        job = rank.get_tracer("t").start_span("prefill.compute", context=below)
+        below = trace_context.trace.set_span_in_context(job)
+        rank.get_tracer("t").start_span(f"of the {name}", context=below).end()
+        job.end()
+        request.end()
+    router.shutdown()
+    rank.shutdown()
+    main(["list", "--traces", str(tmp_path)])
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[-1] for row in rows] == ["first", "second"]
+    main(["show", "first", "--traces", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert shown.count("prefill.compute") == shown.count("of the first") == 1
+    assert "second" not in shown
+
+
 def test_a_name_that_does_not_tell_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="2 requests are called '000'"):
         main(["show", "000", "--traces", str(folder)])
