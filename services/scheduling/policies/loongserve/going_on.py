@@ -22,7 +22,7 @@ from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.loongserve.elastic_gang import ElasticGang
 from csps.services.scheduling.policies.loongserve.jobs import DecodeBatch, Elastic, Prompt
 from csps.services.scheduling.policies.loongserve.planning import ALONE, RING
-from csps.services.scheduling.policies.loongserve.waiting import wait_ns
+from csps.services.scheduling.policies.loongserve.waiting import spared_ns
 from csps.services.scheduling.shares import bounds_of, laid_out, tokens_on
 from csps.services.scheduling.view import CachedView
 
@@ -67,7 +67,8 @@ class GoingOn:
 
     def _gain(self, prompt: Prompt, batch: DecodeBatch) -> float:
         """Eq. 2."""
-        return wait_ns(batch.requests, self._average_decode_ns) / prompt.tokens
+        spared = spared_ns(prompt.waited_ns, batch.requests, self._average_decode_ns)
+        return spared / prompt.tokens
 
     def _plan(
         self, prompt: Prompt, cached: CachedView, holders: Sequence[Elastic], took_ns: float

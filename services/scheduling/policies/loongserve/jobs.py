@@ -16,6 +16,8 @@ class Prompt(NamedTuple):
     """Most tokens that it may draw."""
     passed: int = 0
     """Rounds in which younger ones went first."""
+    waited_ns: int = 0
+    """Since it came."""
 
     @property
     def future(self) -> int:

@@ -177,6 +177,8 @@ class _Round:
         if not idle and not batches:
             return
         dispatched = self._dispatch(idle, batches, _slots(migration))
+        if dispatched.again_in_ns is not None:
+            self._wakes.append(self._view.now_ns + dispatched.again_in_ns)
         if dispatched.prompts and not self._waits(dispatched, idle, batches):
             yield from self._moves([migration] if migration else [])
             yield from self._plans(dispatched, idle)
@@ -243,7 +245,7 @@ class _Round:
             fits = it.prompt_tokens + it.output_tokens <= self._pair.max_positions
             if fits and it.id not in self._started and cls in (None, it.cls):
                 cls = it.cls
-                yield _prompt(it)
+                yield _prompt(it, self._view.now_ns)
 
     def _dispatch(
         self, idle: Sequence[Elastic], batches: Sequence[DecodeBatch], moving: int
@@ -435,8 +437,14 @@ class _Round:
             self._gang.unused[instance] -= tokens
 
 
-def _prompt(request: RequestView) -> Prompt:
-    return Prompt(request.id, request.prompt_tokens, request.output_tokens, request.passed_rounds)
+def _prompt(request: RequestView, now_ns: int) -> Prompt:
+    return Prompt(
+        id=request.id,
+        tokens=request.prompt_tokens,
+        answer=request.output_tokens,
+        passed=request.passed_rounds,
+        waited_ns=now_ns - request.waiting_since_ns,
+    )
 
 
 def _slots(migration: Migration | None) -> int:

@@ -14,6 +14,15 @@ def wait_ns(decoding: Sequence[Decoding], average_decode_ns: int) -> int:
     return max(0, average_decode_ns - executed_ns)
 
 
+def spared_ns(waited_ns: int, decoding: Sequence[Decoding], average_decode_ns: int) -> int:
+    """What a prompt need not wait if a batch gives way to it now (Eq. 2). A batch that goes on for
+    longer than was estimated may do so for any time: what the prompt has waited for it since then
+    counts, as whoever rents has paid enough when he might have bought."""
+    executed_ns = min((it.executed_ns for it in decoding), default=average_decode_ns)
+    over_ns = max(0, executed_ns - average_decode_ns)
+    return wait_ns(decoding, average_decode_ns) or min(waited_ns, over_ns)
+
+
 def worth_waiting(
     prompts: Sequence[Prompt], dop: int, all_dop: int, wait: int, model: PrefillModel
 ) -> bool:

@@ -238,6 +238,20 @@ def test_groups_become_one_for_a_prompt_that_waits() -> None:
     assert all(it.sequences == 1 for it in watched.run.outcomes)
 
 
+@pytest.mark.parametrize(("most", "group"), [(900, 4), (600, 1)])
+def test_who_decodes_for_longer_than_anybody_knew_gives_way(most: int, group: int) -> None:
+    """Nobody has told how long answers take, when four are decoded on an instance each, whose
+    promised slots leave no room for any to move. Another prompt needs the slots of all, or of one:
+    it starts long before they end, and so soon that they lose little."""
+    arrivals = [*(arrival(50 * n, 20, most) for n in range(4)), arrival(200, 300, 20)]
+    watched = Watched(arrivals, cluster(slots=1_000, **FAST), migrate=group > 1)
+    *talking, late = watched.run.outcomes
+    assert [len(it.group) for it in watched.steps] == [1] * 4 + [group]
+    assert late.started_ns < 1500 * MS
+    assert min(it.ended_ns for it in talking) > 6000 * MS
+    assert all(it.sequences == 1 for it in watched.run.outcomes)
+
+
 def test_another_instance_draws_some_rows_when_it_becomes_idle() -> None:
     """Twelve rows on two instances, of which those of one end early: three of the six others, which
     are too many for a master, are drawn there then. Their KV stays."""

@@ -17,7 +17,11 @@ from csps.services.scheduling.policies.loongserve.jobs import (
 )
 from csps.services.scheduling.policies.loongserve.prefill_model import Eq7, PrefillModel
 from csps.services.scheduling.policies.loongserve.scaling import Kept, keep
-from csps.services.scheduling.policies.loongserve.waiting import wait_ns, worth_waiting
+from csps.services.scheduling.policies.loongserve.waiting import (
+    spared_ns,
+    wait_ns,
+    worth_waiting,
+)
 
 # T = 100 + 1000/dop * tokens: tips at 200, which is at dop/10 tokens.
 MODEL = PrefillModel(lambda dop: Eq7(100.0, 1000.0 / dop, 0.0))
@@ -114,6 +118,31 @@ def test_batches_with_most_unused_slots_are_asked_first() -> None:
     batches = [DecodeBatch((instance(n, 10 * n),), (Decoding(100, 0),)) for n in (1, 3, 2)]
     found = dispatcher(average_ns=10**9).dispatch([Prompt(1, 25, 1)], [], batches)
     assert found.preempted == (batches[1],)
+
+
+def test_batches_give_way_together_where_none_has_slots_enough() -> None:
+    """The oldest needs two of three. T = 1000 + 2/2 * 250 = 1250, and they have drawn 100 each:
+    cost 25, and what is spared counts over 250 tokens."""
+    batches = [DecodeBatch((instance(n, 130 - n),), (Decoding(100, 50),)) for n in range(3)]
+    line = [Prompt(1, 250, 1), Prompt(2, 300, 1)]
+    found = dispatcher(average_ns=50 + 6251).dispatch(line, [], batches)
+    assert (ids(found), found.preempted) == ([1], tuple(batches[:2]))
+    found = dispatcher(average_ns=50 + 6250).dispatch(line, [], batches)
+    assert (ids(found), found.preempted) == ([], ())
+    assert dispatcher(average_ns=10**9).dispatch([Prompt(1, 400, 1)], [], batches).prompts == ()
+
+
+def test_who_goes_on_for_longer_than_estimated_is_preempted_in_time() -> None:
+    """Cost 1020 / 10 = 102 a token, of 10: 1020 ns have to be waited."""
+    prompt = Prompt(1, 10, 1, waited_ns=700)
+    busy = DecodeBatch((instance(1, 100),), (Decoding(10, 900),))
+    found = dispatcher(average_ns=100).dispatch([prompt], [], [busy])
+    assert (ids(found), found.again_in_ns) == ([], 1020 - 700 + 1)
+    waited = prompt._replace(waited_ns=1021)
+    gone_on = busy._replace(requests=(Decoding(10, 900 + 321),))
+    assert ids(dispatcher(average_ns=100).dispatch([waited], [], [gone_on])) == [1]
+    young = busy._replace(requests=(Decoding(1, 900),))
+    assert dispatcher().dispatch([prompt], [], [young]).again_in_ns == 1020 + 1, "T is a while"
 
 
 def test_younger_ones_pass_who_finds_no_slots_but_not_for_ever() -> None:
@@ -321,6 +350,9 @@ def test_waiting_by_hand() -> None:
     """One of four instances is free: 1000 + 2 * 800 = 2600 ns now, 1400 on all four."""
     assert wait_ns([Decoding(5, 300), Decoding(5, 100)], 1000) == 900
     assert wait_ns([Decoding(5, 2000)], 1000) == 0
+    assert spared_ns(10**6, [Decoding(5, 100)], 1000) == 900
+    assert spared_ns(700, [Decoding(5, 2000)], 1000) == 700, "all that it has waited"
+    assert spared_ns(700, [Decoding(5, 1300)], 1000) == 300, "what they were too long"
     prompts = [Prompt(1, 800, 1)]
     assert worth_waiting(prompts, 1, 4, 1199, FLAT)
     assert not worth_waiting(prompts, 1, 4, 1200, FLAT)
