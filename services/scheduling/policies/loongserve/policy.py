@@ -18,6 +18,7 @@ at most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 from csps.services.scheduling.decisions import (
@@ -31,11 +32,7 @@ from csps.services.scheduling.decisions import (
 )
 from csps.services.scheduling.ids import InstanceId, RequestId, SequenceId
 from csps.services.scheduling.policies.decode_overlay import DecodeOptions
-from csps.services.scheduling.policies.loongserve.allocation import (
-    Migration,
-    MoveNs,
-    allocate,
-)
+from csps.services.scheduling.policies.loongserve.allocation import Migration, allocate
 from csps.services.scheduling.policies.loongserve.batching import (
     MOST_INSTANCES,
     MOST_REQUESTS,
@@ -341,15 +338,12 @@ class _Round:
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
         others = [it for it in self._gang.movable if it not in decoding]
         room = self.unused - sum(it.future for it in prompts)
-        ways: tuple[MoveNs, ...] = (self._gang.move_ns, lambda _: None)
-        for move_ns in ways:
-            allocation = allocate(
-                prompts, idle, decoding, self._model, others=others, move_ns=move_ns
-            )
-            if allocation is None:
-                return
-            if sum(map(_slots, allocation.migrations)) <= room:
-                break
+        given = partial(allocate, prompts, idle, decoding, self._model, others=others)
+        allocation = given(move_ns=self._gang.move_ns)
+        if allocation is not None and sum(map(_slots, allocation.migrations)) > room:
+            allocation = given(move_ns=lambda _: None)
+        if allocation is None:
+            return
         yield from self._moves(allocation.migrations)
         whole = _whole_groups(allocation.instances, dispatched.preempted)
         chosen = self._gang.elastic([it.id for it in whole])
