@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from any_layout import AnyLayout
 from gang_threads import eventually
 from held_steps import HeldSteps
 from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
+from tiny_checkpoints import reference_tokens
 
+from csps.actors.engine.stream import Stream
 from csps.services.router.running import Running
 from csps.services.scheduling.decisions import Policy
 
@@ -120,3 +123,31 @@ async def test_who_leaves_has_every_slot_freed(
         held.go_on()
         await asyncio.gather(*held.answers)
         await cell.settled()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_no_answer_is_evicted_whatever_the_order(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """All answers come to their most tokens, prompts of almost all slots between short ones with
+    long answers; after each iteration every slot has one owner or none."""
+    iterate, checked = Stream.iterate, Counter[int]()
+
+    def checking(stream: Stream, group: Sequence[int] = ()) -> list[int]:
+        finished = iterate(stream, group)
+        stream._engine.pool.check_integrity()
+        checked[stream._engine.rank] += 1
+        return finished
+
+    monkeypatch.setattr(Stream, "iterate", checking)
+    shapes = [(10, 150), (430, 40), (150, 10), (3, 200), (300, 90), (159, 2), (60, 100), (470, 10)]
+    async with elastic(tiny_llama, "scale up", tp=tp) as cell:
+        requests = [cell.submit(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+        told = await asyncio.gather(*map(answer, requests))
+        assert [len(tokens) for tokens in told] == [most for _, most in shapes]
+        for running, tokens in zip(requests, told, strict=True):
+            prompt = running.generation.prompt.tolist()
+            assert tokens == reference_tokens(tiny_llama, prompt, len(tokens))
+        assert {running.timings.attempts for running in requests} == {1}
+        await cell.settled()
+    assert len(checked) == 3 * tp
