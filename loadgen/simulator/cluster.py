@@ -71,6 +71,8 @@ class ClusterModel:
     iteration_gap_ns: int = 0
     notice_ns: int = 0
     """From an event on a rank to the scheduler, and from a command to the ranks."""
+    front_ns: int = 0
+    """From a client to the scheduler and back."""
 
     @property
     def in_place(self) -> bool:

@@ -128,6 +128,9 @@ class Gaps(Section):
     """Before each iteration of decoding."""
     notice: Annotated[float, Field(ge=0)] = 0.0
     """A message between router and ranks."""
+    front: Annotated[float, Field(ge=0)] = 0.0
+    """Of each request between client and scheduler: HTTP, reading it, its first token's way back.
+    It passes before the request is submitted."""
 
 
 class ClusterFile(Section):
@@ -194,6 +197,7 @@ def _model(file: ClusterFile, name: str) -> ClusterModel:
         step_gap_ns=round(file.gaps_us.step * 1000),
         iteration_gap_ns=round(file.gaps_us.iteration * 1000),
         notice_ns=round(file.gaps_us.notice * 1000),
+        front_ns=round(file.gaps_us.front * 1000),
     )
 
 

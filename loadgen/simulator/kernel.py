@@ -122,7 +122,7 @@ class Simulator:
         observer: Observer | None = None,
     ) -> None:
         self._scheduler, self._observer = scheduler, observer
-        self._notice_ns = cluster.notice_ns
+        self._notice_ns, self._front_ns = cluster.notice_ns, cluster.front_ns
         self._timeline = Timeline()
         self._outcomes = [
             Outcome(request=number, arrival=it) for number, it in enumerate(arrivals, 1)
@@ -162,13 +162,14 @@ class Simulator:
             act = self.gangs.up if fault.up else self.gangs.down
             self._timeline.at(fault.at_ns, partial(act, fault.role))
         for it in abandoned:
-            self._timeline.at(it.at_ns, partial(self._abandon, it.request))
+            at_ns = it.at_ns + self._front_ns
+            self._timeline.at(at_ns, partial(self._abandon, it.request))
         if self._outcomes:
             self._arrive_at(0)
 
     def _arrive_at(self, index: int) -> None:
         """One arrival at a time is on the timeline: a heap of all of them is a slow one."""
-        at_ns = self._outcomes[index].arrival.at_ns
+        at_ns = self._outcomes[index].arrival.at_ns + self._front_ns
         self._timeline.at(max(at_ns, self._timeline.now_ns), lambda: self._arrive(index))
 
     def _arrive(self, index: int) -> None:

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     ],
     "links": {"between": {"gbps": 8, "latency_us": 5, "shared": True}},
     "latency": {"steps": {1: [0.1, 1e-3, 0, 0]}, "decode": {1: [0.01, 0, 0]}},
-    "gaps_us": {"step": 3},
+    "gaps_us": {"step": 3, "front": 4},
 }
 
 
@@ -38,7 +38,7 @@ def test_servers_become_gangs_with_places() -> None:
     assert model.between is not None
     assert (model.between.bytes_per_s, model.between.latency_ns) == (10**9, 5000)
     assert model.inside is None
-    assert model.step_gap_ns == 3000
+    assert (model.step_gap_ns, model.front_ns) == (3000, 4000)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,14 @@ def test_gaps_and_messages_take_their_time() -> None:
     assert outcome.token_ns == [first_ns, begin_ns + 1050, begin_ns + 2100]
 
 
+def test_what_lies_before_the_scheduler_makes_everything_later() -> None:
+    arrivals = chats(random.Random(7), 50, mean_gap_ns=20_000)
+    at_once, later = run(arrivals), run(arrivals, front_ns=900)
+    for before, after in zip(at_once.outcomes, later.outcomes, strict=True):
+        assert after.ttft_ns == before.ttft_ns + 900
+        assert after.token_ns == [it + 900 for it in before.token_ns]
+
+
 def test_a_client_that_leaves_draws_nothing_more() -> None:
     arrivals = [Arrival(at_ns=0, prompt_tokens=100, output_tokens=50)]
     gone = [Abandoned(at_ns=10_500, request=1)]
