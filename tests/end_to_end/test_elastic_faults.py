@@ -22,11 +22,14 @@ INSTANCES, KV_SLOTS = 4, 16_200
 BACK_S = 20.0
 """From a rank's death until the router has taken the whole gang again, on a machine that has
 nothing else to do (`slowdown`)."""
-COMPARED = 300
-"""Tokens of an answer that are known from an undisturbed run."""
 MORE = 20
 """Tokens that everybody is told after a death."""
-LONG = random_tokens(16_000, seed=7)
+LONG = random_tokens(16_000, seed=7), 300
+"""A prompt, and tokens of its answer that are known from an undisturbed run."""
+TALKERS = [(random_tokens(400 + n, seed=n), 1_500) for n in range(INSTANCES)]
+"""Each is decoded by an instance of its own, when it comes while those before it are decoded."""
+LATE = random_tokens(3_000, seed=8), 300
+"""Comes while all instances decode."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Deployed) -> Talk:
-    """What is said after the long prompt when nothing happens."""
-    talk = Talk({"prompt": LONG, "max_tokens": COMPARED})
+def undisturbed(server: Deployed) -> dict[int, Talk]:
+    """What is said after prompts of these lengths when nothing happens."""
+    alone = LONG, *TALKERS, LATE
+    talks = [Talk({"prompt": prompt, "max_tokens": known}) for prompt, known in alone]
 
     async def read() -> None:
         async with client_of(server) as client:
-            await talk.read(client)
+            for talk in talks:
+                await talk.read(client)
 
     asyncio.run(read())
-    return talk
+    return {len(it.fields["prompt"]): it for it in talks}
 
 
 @asynccontextmanager
@@ -86,9 +91,15 @@ async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
 
         try:
             if event == "scale_down":
-                await ask_and_launch(LONG, 3_000)
+                await ask_and_launch(LONG[0], 3_000)
+            elif event == "scale_up":
+                await ask(LONG[0], 3_000, KV_SLOTS - len(LONG[0]) + 10)
             else:
-                await ask(LONG, 3_000, KV_SLOTS - len(LONG) + 10)
+                # Nobody can move to where others were promised so much, and no one instance has
+                # slots for the last one.
+                for prompt, _ in TALKERS:
+                    await ask(prompt, 13_000, 2)
+                await ask_and_launch(LATE[0], 2_000)
             yield Scene(talks, reading)
         finally:
             for task in reading:
@@ -120,8 +131,10 @@ def kill_and_wait(server: Deployed, rank: int) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize(("event", "rank"), [("scale_down", 0), ("scale_up", 1)])
-def test_a_rank_is_killed(server: Deployed, undisturbed: Talk, event: str, rank: int) -> None:
+@pytest.mark.parametrize(("event", "rank"), [("scale_down", 0), ("scale_up", 1), ("preempt", 2)])
+def test_a_rank_is_killed(
+    server: Deployed, undisturbed: dict[int, Talk], event: str, rank: int
+) -> None:
     """All of the gang ends, and is back in time; nobody is told a wrong token, and who was told
     none is told all."""
     pids = server.pids("ElasticGang")
@@ -138,13 +151,13 @@ def test_a_rank_is_killed(server: Deployed, undisturbed: Talk, event: str, rank:
     server.assert_all_slots_free()
     assert not server.pids("ElasticGang") & pids
     for talk in talks:
-        talk.check(undisturbed)
+        talk.check(undisturbed[len(talk.fields["prompt"])])
     assert server.gauge("request_failures_total") == 0
     assert server.gauge("request_retries_total") > 0
     assert back_s <= BACK_S * (slower := slowdown()), f"{back_s:.1f} s, others {slower:.1f} x"
 
 
-@pytest.mark.parametrize("event", ["scale_down", "scale_up"])
+@pytest.mark.parametrize("event", ["scale_down", "scale_up", "preempt"])
 def test_all_clients_leave(server: Deployed, event: str) -> None:
     """Every slot of every instance is free then."""
 
