@@ -137,7 +137,8 @@ def oracle(arguments: argparse.Namespace) -> Section:
             everything = exhaustive(whatever, answerer.space, loss)
             found = [everything.best, *everything.runners_up]
             rows += [_compared(answerer, it, loss, found) for it in _held_out(group, tokens)]
-    return rows, {"summary": [_summary(rows, kind) for kind in KINDS]}
+    losses = "planted" if arguments.planted else "shipped"
+    return rows, {"losses": losses, "summary": [_summary(rows, kind) for kind in KINDS]}
 
 
 class Planted:

@@ -70,7 +70,7 @@ def _lookup(result: Result) -> Iterator[Aim]:
 
 def _oracle(result: Result) -> Iterator[Aim]:
     for kind in result["summary"]:
-        about = f"against the Oracle, {kind['objective']}"
+        about = f"against the Oracle, {result['losses']} losses, {kind['objective']}"
         yield _at_most(f"{about}, median", kind["worse_median"], 0.01, "{:.1%}")
         yield _at_most(f"{about}, P95", kind["worse_p95"], 0.03, "{:.1%}")
 

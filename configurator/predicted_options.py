@@ -7,11 +7,11 @@ are applied to these when its place is decided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from csps.configurator.answering import Answerer, exact_seconds
+from csps.configurator.bound_buckets import LOSSES
 from csps.configurator.enumeration import Loss, Space
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
@@ -38,6 +38,7 @@ MOST_SP_TP = 4
 """Instances of groups whose exact SP-TP is simulated while serving: the others would take long."""
 PAYS = 0.98
 """Another exact strategy is taken if it takes no more than this of the time."""
+NOT_QUICKER = "as nothing else that is exact is predicted to take at least 2 % less"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class PredictedOptions:
         return (
             *rings,
             *(
-                self._choice(it, exact_s, given)
+                _choice(it, exact_s, bool(given), _why_exact(found))
                 for it in sorted(found, key=lambda it: (it.loss, it.seconds))
             ),
         )
@@ -76,12 +77,17 @@ class PredictedOptions:
         """The better ring, if nothing else that is exact takes as little time."""
         exact = min([exact_s, *(it.seconds for it in found if it.settings.lossless)])
         seconds, ring = min((ring_seconds(group, it, tokens), it) for it in RINGS)
-        return [_exact_choice(ring, ring, seconds / exact_s)] if seconds < PAYS * exact else []
+        if seconds >= PAYS * exact:
+            return []
+        return [_exact_choice(ring, ring, seconds / exact_s, _why_exact(found))]
 
-    def exact(self, asked: StrategyQuestion) -> StrategyChoice | None:
+    def exact(self, asked: StrategyQuestion, usual: StrategyChoice) -> StrategyChoice:
         """Whatever exact way is better than SP-NTP that is not cut: over levels, SP-TP, both in
-        micro-partitions that fit the links, or around a ring; None if none is. Behind history
-        SP-TP is not compared."""
+        micro-partitions that fit the links, or around a ring. Behind history SP-TP is not compared.
+
+        Args:
+            usual: what moves least, which is taken if it was not compared and nothing is better.
+        """
         group, tokens, history = self._group_of(asked), asked.tokens, asked.history
         candidates = exact_candidates(self.answerer.space, group, history)
         seconds = prefill_seconds(group, candidates, tokens, history).tolist()
@@ -92,9 +98,11 @@ class PredictedOptions:
         ]
         rings = [(ring_seconds(group, it, tokens, history), it, None) for it in RINGS]
         best_s, name, settings = min([*found, *rings], key=lambda it: it[0])
-        if best_s >= PAYS * exact_s:
-            return None
-        return _exact_choice(option_name(name, settings), name, best_s / exact_s)
+        if best_s < PAYS * exact_s:
+            return _exact_choice(option_name(name, settings), name, best_s / exact_s)
+        if usual.strategy not in {name for _, name, _ in found}:
+            return usual
+        return StrategyChoice(strategy=EXACT, reason=f"'{EXACT}', {NOT_QUICKER}")
 
     def can_answer(self, asked: StrategyQuestion) -> bool:
         """Whether the group is small enough, and has work for all."""
@@ -117,20 +125,6 @@ class PredictedOptions:
     def _group_of(self, asked: StrategyQuestion) -> SimulatedGroup:
         return self.group_of(asked.servers, asked.tp)
 
-    def _choice(self, found: Found, exact_s: float, given: Mapping[str, Any]) -> StrategyChoice:
-        settings = found.settings
-        name = _engine_name(settings, bool(given))
-        told = None if name == EXACT else settings
-        return StrategyChoice(
-            strategy=option_name(name, told),
-            permille=max(1, round(1000 * found.seconds / exact_s)),
-            loss=found.loss,
-            reason=(
-                f"'{name}', predicted to take {found.seconds / exact_s:.0%} of the time of exact "
-                f"attention that is not cut, and to lose {found.loss:.1%} of accuracy"
-            ),
-        )
-
 
 def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[CsaSettings]:
     """Of exact strategies that are not rings those that are compared: of SP-TP the one that is cut
@@ -141,19 +135,46 @@ def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[
     return [it for it in found if it.strategy == "ntp"] + few
 
 
-def _exact_choice(option: str, name: str, share: float) -> StrategyChoice:
+def _choice(found: Found, exact_s: float, asked_for: bool, why_exact: str) -> StrategyChoice:
+    settings, share = found.settings, found.seconds / exact_s
+    name = _engine_name(settings, asked_for)
+    option = option_name(name, None if name == EXACT else settings)
+    if settings.lossless:
+        return _exact_choice(option, name, share, why_exact)
+    return StrategyChoice(
+        strategy=option,
+        permille=_permille(share),
+        loss=found.loss,
+        reason=f"{_takes(name, share)}, and to lose {found.loss:.2%} of accuracy",
+    )
+
+
+def _exact_choice(option: str, name: str, share: float, why: str = "") -> StrategyChoice:
     """
     Args:
         share: of the time of exact SP-NTP that is not cut.
+        why: nothing is dropped, behind the rest of the reason.
     """
     return StrategyChoice(
-        strategy=option,
-        permille=max(1, round(1000 * share)),
-        reason=(
-            f"'{name}', predicted to take {share:.0%} of the time of exact attention that is not "
-            "cut"
-        ),
+        strategy=option, permille=_permille(share), reason=_takes(name, share) + why
     )
+
+
+def _takes(name: str, share: float) -> str:
+    return f"'{name}', predicted to take {share:.0%} of the time of exact attention that is not cut"
+
+
+def _permille(share: float) -> int:
+    return max(1, round(1000 * share))
+
+
+def _why_exact(found: Sequence[Found]) -> str:
+    """What keeps requests of small bounds from dropping anything; nothing, if nothing does."""
+    losses = [it.loss for it in found if not it.settings.lossless]
+    if not losses:
+        return f"; nothing that drops tokens is quicker and known to lose {LOSSES[-1]:.0%} or less"
+    least = min(losses)
+    return f"; of what drops tokens, the least loss that is offered is {least:.2%}" if least else ""
 
 
 def predicted_loss(accuracy: AccuracyModel, asked: StrategyQuestion, layers: int) -> float:

@@ -77,7 +77,7 @@ class StrategyRules:
             return (_without(usual, MANY) if asked.bounded else usual,)
         if asked.bounded:
             return predicted.options(asked) or (_without(usual, NOTHING),)
-        return (predicted.exact(asked) or usual,)
+        return (predicted.exact(asked, usual),)
 
     def _loss(self, asked: StrategyQuestion) -> float | None:
         """Of drop ratios that the client has fixed."""

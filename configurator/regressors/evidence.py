@@ -7,9 +7,9 @@ chosen only if one that is at least as hard was asked enough questions and has k
 One is at least as hard if its prompts are as long, as many pairs may be dropped and are, its ratios
 are as large, and it keeps as few tokens; who judges, and whether queries are dropped, is the same.
 (With a ratio as large it is the longer prompt that keeps more, so that neither length by itself
-vouches for the other.) Of several the nearest count, which none of the others lies between: what is
-harder still may have lost less by chance. Prompts longer than any that was measured count as the
-longest of these.
+vouches for the other.) Of several the nearest count, before which none lies that was asked enough:
+what is harder still may have lost less by chance. Prompts longer than any that was measured count
+as the longest of these.
 
 Shape suffixes: n configurations, m measured ones, f features.
 """
@@ -82,10 +82,11 @@ class Evidence:
         vouching_nm = _vouches(features_nf, self.features_mf)
         vouching_nm &= np.array([_as_measured(it.csa) for it in settings], bool)[:, None]
         sure_nm = vouching_nm & self.enough_m
-        nearest_nm = sure_nm & ~(sure_nm @ self._harder_mm)
+        near_nm = vouching_nm & ~(sure_nm @ self._harder_mm)
+        nearest_nm = near_nm & self.enough_m
         surely_n = np.where(nearest_nm, self.losses_m, 0.0).max(1, initial=0.0)
         surely_n[~nearest_nm.any(1)] = UNKNOWN
-        few_nm = np.where(vouching_nm & ~self.enough_m, self.losses_m, UNKNOWN)
+        few_nm = np.where(near_nm & ~self.enough_m, self.losses_m, UNKNOWN)
         losses: Amounts = np.minimum(surely_n, few_nm.min(1, initial=UNKNOWN))
         return losses
 

@@ -17,6 +17,7 @@ def test_all_kept_results_are_in_the_table() -> None:
     aims = list(table([json.loads(it.read_text()) for it in kept]))
     assert {it.reached for it in aims} <= {True, None}
     assert sum(it.what.startswith("simulator") for it in aims) == 2
+    assert len({it.what for it in aims}) == len(aims)
 
 
 def test_a_server_that_misses_a_bound_is_told() -> None:

@@ -77,6 +77,12 @@ def test_few_questions_vouch_for_wide_bounds_only() -> None:
     assert evidence.losses([setting(0.8), setting(0.85)]) == pytest.approx([0.0, 0.0458], abs=1e-4)
 
 
+def test_few_questions_about_what_is_harder_make_up_for_no_loss() -> None:
+    measured = [sample(setting(0.8), 0.06), sample(setting(0.9), 0.0, questions=80)]
+    losses = Evidence.of(measured).losses([setting(0.7), setting(0.8), setting(0.85)])
+    assert losses == pytest.approx([0.06, 0.06, 0.0458], abs=1e-4)
+
+
 def test_what_is_harder_still_makes_up_for_no_loss() -> None:
     """Whichever was asked more questions."""
     measured = [sample(setting(0.8), 0.01), sample(setting(0.9), 0.0, questions=4 * ENOUGH)]

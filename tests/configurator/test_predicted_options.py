@@ -206,17 +206,45 @@ def test_a_ring_is_taken_where_few_keys_serve_many_queries_over_one_slow_wire() 
     assert offered == exact
 
 
+def quickly(servers: Sequence[int], tp: int) -> SimulatedGroup:
+    """Over links that cost nothing."""
+    slow, fast = group_of(servers, tp), LinkSpeed(bytes_per_s=1e13)
+    places = [it.server_id for it in Topology.of(slow.locations).locations]
+    return replace(slow, wiring=Wiring.of_servers(places, inside=fast, between=fast))
+
+
 def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
-    fast = LinkSpeed(bytes_per_s=1e13)
-
-    def quickly(servers: Sequence[int], tp: int) -> SimulatedGroup:
-        slow = group_of(servers, tp)
-        places = [it.server_id for it in Topology.of(slow.locations).locations]
-        return replace(slow, wiring=Wiring.of_servers(places, inside=fast, between=fast))
-
-    rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, group_of=quickly))
+    """Also where what moves least is."""
+    rules = StrategyRules(SHAPE, link_ratio=25.0, predicted=replace(PREDICTED, group_of=quickly))
+    places = Topology.of(group_of((2, 2), 1).locations)
+    assert rules.choose(None, group=places, tp=1, tokens=TOKENS).strategy == "levels"
     (choice,) = answer(rules, bounded=False)
-    assert parse_option(choice.strategy).csa is None
+    assert parse_option(choice.strategy) == ("ulysses", None)
+
+
+def test_what_was_not_simulated_is_taken_if_it_moves_least_and_nothing_is_quicker() -> None:
+    usual = StrategyChoice(strategy="gathered_weights", reason="")
+    asked = StrategyQuestion(csa=None, servers=(2, 2), tp=1, tokens=TOKENS)
+    assert replace(PREDICTED, group_of=quickly).exact(asked, usual) is usual
+
+
+def test_the_reason_says_why_nothing_is_dropped() -> None:
+    def reasons(least: float) -> list[str]:
+        class More(Loses):
+            def _lost(self, it: CsaSettings) -> float:
+                return 0.0 if it.lossless else least + super()._lost(it)
+
+        more: Any = More()
+        rules = StrategyRules(SHAPE, predicted=replace(PREDICTED, accuracy=more))
+        return [it.reason for it in answer(rules, servers=(2,)) if it.loss == 0]
+
+    for least, why in (
+        (0.0074, "the least loss that is offered is 0.75%"),
+        (1.0, "nothing that drops tokens is quicker and known to lose 10% or less"),
+    ):
+        found = reasons(least)
+        assert found
+        assert all(why in it for it in found)
 
 
 @pytest.mark.parametrize(("ratio", "loss"), [(0.0, 0.0), (0.4, 0.0), (0.9, pytest.approx(0.0801))])
