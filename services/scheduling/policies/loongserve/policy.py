@@ -336,7 +336,8 @@ class _Round:
     def _plans(self, dispatched: Dispatched, idle: Sequence[Elastic]) -> Iterator[StartPlan | Move]:
         prompts = list(dispatched.prompts)
         decoding = [it for batch in dispatched.preempted for it in batch.instances]
-        others = [it for it in self._gang.movable if it not in decoding]
+        known = {it.id for it in (*idle, *decoding)}  # one that is emptied counts as idle
+        others = [it for it in self._gang.movable if it.id not in known]
         room = self.unused - sum(it.future for it in prompts)
         given = partial(allocate, prompts, idle, decoding, self._model, others=others)
         allocation = given(move_ns=self._gang.move_ns)

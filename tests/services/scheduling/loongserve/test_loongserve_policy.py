@@ -252,6 +252,19 @@ def test_who_decodes_for_longer_than_anybody_knew_gives_way(most: int, group: in
     assert all(it.sequences == 1 for it in watched.run.outcomes)
 
 
+def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well() -> None:
+    """The third has least KV, which goes to the fourth. The first has 2,570 tokens, which move in
+    103 ms: less than two instances save one of them, 193 ms, and more than three save two, 63."""
+    decoded = [(0, 2_500, 600), (600, 100, 3_500), (700, 50, 300), (750, 60, 300)]
+    arrivals = [arrival(*it) for it in (*decoded, (800, 3_000, 5))]
+    watched = Watched(arrivals, cluster(slots=10_000, **LINKS))
+    first, second, third, fourth = (it.master for it in watched.reserved[:4])
+    moves = {it.sequence: it.master for _, it in watched.commands if isinstance(it, MoveKv)}
+    expected = {watched.reserved[0].sequence: second, watched.reserved[2].sequence: fourth}
+    assert moves == expected
+    assert set(watched.steps[-1].group) == {first, third}
+
+
 def test_another_instance_draws_some_rows_when_it_becomes_idle() -> None:
     """Twelve rows on two instances, of which those of one end early: three of the six others, which
     are too many for a master, are drawn there then. Their KV stays."""
