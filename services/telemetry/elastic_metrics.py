@@ -19,7 +19,8 @@ class ElasticEvent:
 
     scale_down  a prompt was computed by more instances than keep its KV; or a request that is
                 decoded went on elsewhere, and its group on fewer instances
-    scale_up    a request is decoded by more instances than hold its prompt, or than before
+    scale_up    a request joins whose answer has slots on more instances than hold its prompt, or
+                one that is decoded went on where nothing was decoded
     migrate     KV of a request that is decoded has moved
     remaster    another instance draws a request's tokens; no KV has moved
     merge       a request that joins, or has moved, has decode groups iterate together
