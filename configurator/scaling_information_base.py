@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded
@@ -155,9 +156,11 @@ class ScalingInformationBase:
             DeadlineExceeded: another process keeps it locked.
         """
         with _named(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            base = cls(path, sqlite3.connect(path, timeout=WRITE_S, isolation_level=None))
-            return base._checked(lambda: base._prepare(identity))
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _make(path, identity)
+            base = cls(path, _connect(path))
+            return base._checked(lambda: base._open(identity))
 
     @classmethod
     def read(cls, path: Path, identity: Identity | None) -> Self | None:
@@ -174,9 +177,7 @@ class ScalingInformationBase:
         if not path.is_file():
             return None
         with _named(path):
-            # Not mode=ro: a reader of a write-ahead log may have to make its shared memory.
-            uri = f"{path.resolve().as_uri()}?mode=rw"
-            base = cls(path, sqlite3.connect(uri, uri=True, timeout=WRITE_S, isolation_level=None))
+            base = cls(path, _connect(path))
             return base._checked(lambda: base._open(identity))
 
     def close(self) -> None:
@@ -240,17 +241,8 @@ class ScalingInformationBase:
             with self._transaction():
                 if self._version() in (1, 2):
                     self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
-                    self._make_table(AccuracyRow)
+                    _make_table(self._database, AccuracyRow)
                     self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _prepare(self, identity: Identity) -> None:
-        if self._version() == 0:
-            self._database.execute("PRAGMA journal_mode = WAL")
-            with self._transaction():
-                # Read again: another process may have been quicker.
-                if self._version() == 0:
-                    self._make_tables(identity)
-        self._open(identity)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -261,23 +253,6 @@ class ScalingInformationBase:
             self._database.execute("ROLLBACK")
             raise
         self._database.execute("COMMIT")
-
-    def _make_tables(self, identity: Identity) -> None:
-        if self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise ConfigError(f"{self.path} is a SQLite file, but no scaling information base")
-        for kind in _TABLES:
-            self._make_table(kind)
-        self._database.execute("CREATE TABLE identity (name TEXT PRIMARY KEY, value NOT NULL)")
-        self._database.executemany(
-            "INSERT INTO identity VALUES (?, ?)", list(asdict(identity).items())
-        )
-        self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _make_table(self, kind: type[Any]) -> None:
-        columns = ", ".join(
-            f"{field.name} {_SQL_TYPES[str(field.type)]} NOT NULL" for field in fields(kind)
-        )
-        self._database.execute(f"CREATE TABLE {_TABLES[kind]} ({columns})")
 
     def _check(self, identity: Identity | None) -> None:
         version = self._version()
@@ -298,6 +273,41 @@ class ScalingInformationBase:
     def _version(self) -> int:
         version: int = self._database.execute("PRAGMA user_version").fetchone()[0]
         return version
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """To a file that exists."""
+    # Not mode=ro: a reader of a write-ahead log may have to make its shared memory.
+    uri = f"{path.resolve().as_uri()}?mode=rw"
+    return sqlite3.connect(uri, uri=True, timeout=WRITE_S, isolation_level=None)
+
+
+def _make(path: Path, identity: Identity) -> None:
+    """A base without rows at `path`, unless another process makes one there first.
+
+    Made whole beside it and then linked: processes that turn one file's write-ahead log on at
+    once are told at once that it is locked, whatever the timeout (SQLite would wait in a circle).
+    """
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        made = Path(folder) / path.name
+        with closing(sqlite3.connect(made, isolation_level=None)) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            for kind in _TABLES:
+                _make_table(database, kind)
+            database.execute("CREATE TABLE identity (name TEXT PRIMARY KEY, value NOT NULL)")
+            database.executemany(
+                "INSERT INTO identity VALUES (?, ?)", list(asdict(identity).items())
+            )
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        with suppress(FileExistsError):
+            path.hardlink_to(made)
+
+
+def _make_table(database: sqlite3.Connection, kind: type[Any]) -> None:
+    columns = ", ".join(
+        f"{field.name} {_SQL_TYPES[str(field.type)]} NOT NULL" for field in fields(kind)
+    )
+    database.execute(f"CREATE TABLE {_TABLES[kind]} ({columns})")
 
 
 @contextmanager

@@ -173,28 +173,39 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from test_scaling_information_base import HERE, STEP
+from test_scaling_information_base import BASES, HERE, STEP
 from csps.configurator.scaling_information_base import ScalingInformationBase
+print("ready", flush=True)
 sys.stdin.readline()
-with ScalingInformationBase.create(Path(sys.argv[1]), HERE) as base:
-    for number in range(50):
-        base.add(replace(STEP, tokens=number, batch=int(sys.argv[2])))
+for base in BASES:
+    with ScalingInformationBase.create(Path(sys.argv[1], base), HERE) as base:
+        for number in range(5):
+            base.add(replace(STEP, tokens=number, batch=int(sys.argv[2])))
 """
+BASES = [f"{number}.sqlite" for number in range(20)]
 
 
-def test_processes_that_create_and_write_at_once_lose_nothing(path: Path) -> None:
+def test_processes_that_create_and_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(number), str(Path(__file__).parent)],
+            [sys.executable, "-c", WRITER, str(made), str(number), str(Path(__file__).parent)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for number in range(3)
     ]
-    for writer in writers:  # all are past their imports, or nearly
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        writer.stdout.close()
+    for writer in writers:
         assert writer.stdin is not None
         writer.stdin.close()
     assert [writer.wait(60) for writer in writers] == [0, 0, 0]
-    with ScalingInformationBase.create(path, HERE) as base:
-        rows = base.rows(StepRow)
-    for number in range(3):
-        assert [row.tokens for row in rows if row.batch == number] == list(range(50))
+    assert sorted(file.name for file in made.iterdir()) == sorted(BASES)
+    for base_name in BASES:
+        with ScalingInformationBase.create(made / base_name, HERE) as base:
+            rows = base.rows(StepRow)
+        for number in range(3):
+            assert [row.tokens for row in rows if row.batch == number] == list(range(5))
