@@ -35,9 +35,10 @@ class RequestSlots:
         self._kept = {
             layer: pool.kept_blocks(layer, rid) for layer in layers if pool.narrowed(layer, rid)
         }
-        self._prompt = list(SlotSet(run for span in seen for run in pool.runs(rid, span)))
-        slots = (zip(it.positions, pool.slots(rid, it), strict=True) for it in answer)
-        self._free = [slot for _, slot in sorted(chain.from_iterable(slots), reverse=True)]
+        slots = pool.slots
+        self._prompt = list(SlotSet(run for span in seen for run in slots.runs(rid, span)))
+        own = (zip(it.positions, slots.by_position(rid, it).tolist(), strict=True) for it in answer)
+        self._free: list[int] = [slot for _, slot in sorted(chain.from_iterable(own), reverse=True)]
         self._answer: list[range] = []
 
     def append(self) -> int:

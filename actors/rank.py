@@ -256,8 +256,8 @@ class Rank:
         pool, loop = self.engine.pool, self.loop
         return RankStats(
             rank=self.config.rank,
-            kv_slots=pool.capacity,
-            kv_used=pool.used,
+            kv_slots=pool.slots.capacity,
+            kv_used=pool.slots.used,
             requests=len(loop.stream.reservations),
             running=loop.stream.running,
             waiting=loop.waiting,

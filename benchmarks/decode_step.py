@@ -80,7 +80,7 @@ def serve_rank(pipe: Connection, rank: int, args: dict[str, Any]) -> None:
         if method == "tokens":
             stamps.append(time.perf_counter())
 
-    stream, version = Stream(engine, notify, let_go=pool.free_request), 0
+    stream, version = Stream(engine, notify, let_go=pool.slots.free_request), 0
     pipe.send("ready")
     while (order := pipe.recv()) is not None:
         rids, context, steps = order

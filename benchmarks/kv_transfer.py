@@ -89,8 +89,8 @@ class Pair:
     def prepare(self) -> None:
         """The prompt is computed here, and expected there."""
         for pool in self.pools:
-            pool.free_request(RID)
-            pool.allocate(RID, [self.span])
+            pool.slots.free_request(RID)
+            pool.slots.allocate(RID, [self.span])
         for layer in range(self.spec.layers):
             shape = (self.span.length, self.spec.kv_heads, self.spec.head_dim)
             self.pools[0].write(layer, RID, self.span, torch.randn(shape), torch.randn(shape))
@@ -117,7 +117,7 @@ class Pair:
         """All layers, until they have landed."""
         piece = PrefillPiece(rid=RID, start=0, length=self.span.length, destinations=self.shares)
         part = LocalPiece(piece, self.span, slice(0, self.span.length))
-        delivery = Delivery(self.pools[0], self.reports.put)
+        delivery = Delivery(self.pools[0].slots, self.reports.put)
         wall, processor = time.perf_counter(), time.process_time()
         for layer in range(self.spec.layers):
             self.sender.post(delivery, layer, part)

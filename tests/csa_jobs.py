@@ -94,7 +94,7 @@ class CsaCase:
         for piece in self.pieces:
             for share in (it for it in piece.history if it.instance == member):
                 span = slice(share.span.start, share.span.stop)
-                pool.allocate(piece.rid, [share.span])
+                pool.slots.allocate(piece.rid, [share.span])
                 for layer, (k, v) in enumerate(self.earlier(piece.rid)):
                     pool.write(layer, piece.rid, share.span, k[span], v[span])
         return pool

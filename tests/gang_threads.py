@@ -112,8 +112,8 @@ class ThreadCell(Cell):
         """No rank is broken, no slot is taken, and the pools are in order."""
         for rank in self.ranks:
             rank.check_health()
-            rank.engine.pool.check_integrity()
-            assert rank.engine.pool.used == 0, rank.config
+            rank.engine.pool.slots.check_integrity()
+            assert rank.engine.pool.slots.used == 0, rank.config
         for rank in self.prefill_gang.ranks:
             assert not rank.loop.open_steps
         for rank in self.decode_gang.ranks:
@@ -123,7 +123,7 @@ class ThreadCell(Cell):
 
     async def idle(self) -> None:
         """Wait for all that the ranks hold to come back; nobody is told when a router is gone."""
-        await eventually(lambda: not any(rank.engine.pool.used for rank in self.ranks))
+        await eventually(lambda: not any(rank.engine.pool.slots.used for rank in self.ranks))
         await eventually(lambda: not any(rank.loop.open_steps for rank in self.ranks))
         self.check_idle()
 

@@ -1,11 +1,11 @@
-"""Which of a sequence's positions a rank's pool holds."""
+"""Which of a sequence's positions a rank holds."""
 
 from __future__ import annotations
 
-from csps.actors.kv_pool import KvPool
+from csps.actors.slot_allocator import SlotAllocator
 from csps.protocols.span import Span
 
 
-def held_positions(pool: KvPool, rid: int, length: int) -> list[int]:
+def held_positions(slots: SlotAllocator, rid: int, length: int) -> list[int]:
     """Of the first so many; ascending."""
-    return [position for position in range(length) if pool.runs(rid, Span(position, position + 1))]
+    return [position for position in range(length) if slots.runs(rid, Span(position, position + 1))]

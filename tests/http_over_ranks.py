@@ -62,7 +62,7 @@ class Served:
     async def settled(self) -> None:
         """All slots have come back, and neither a rank nor the service is broken."""
         ranks = [rank for gang in self.gangs for rank in gang.ranks]
-        await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
+        await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
         for rank in ranks:
             rank.check_health()
         self.service.check_health()

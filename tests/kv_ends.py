@@ -164,7 +164,7 @@ class Receiver:
                 self.reservations[rid] = reservation(
                     self.spans, heads, kept_only=kept_only, rid=rid
                 )
-                self.pool.allocate(rid, self.spans)
+                self.pool.slots.allocate(rid, self.spans)
         self.end = KvReceiver(
             connection,
             self.pool,
@@ -220,8 +220,8 @@ class Source:
         self._sent: SimpleQueue[Exception | None] = SimpleQueue()
         for part in self.parts:
             cut = (part.span.start + part.span.stop) // 2
-            self.pool.allocate(RID, [Span(start=cut, stop=part.span.stop)])
-            self.pool.allocate(RID, [Span(start=part.span.start, stop=cut)])
+            self.pool.slots.allocate(RID, [Span(start=cut, stop=part.span.stop)])
+            self.pool.slots.allocate(RID, [Span(start=part.span.start, stop=cut)])
         self.sender = KvSender(
             connection,
             self.pool,
@@ -232,7 +232,7 @@ class Source:
             on_lost=self.lost.put,
             on_broken=self.broken.put,
         )
-        self.delivery = Delivery(self.pool, self._sent.put)
+        self.delivery = Delivery(self.pool.slots, self._sent.put)
 
     def send(self, layer: int, kept_ht: Tensor | None = None) -> None:
         """Compute a layer."""
@@ -250,14 +250,15 @@ class Source:
         if self._ended:
             return
         self._ended = True
-        self.pool.free_request(RID)
-        rest = Span(start=0, stop=self.pool.free)  # those that wait to be sent are none of them
-        self.pool.allocate(NEXT_RID, [rest])
+        self.pool.slots.free_request(RID)
+        # Those that wait to be sent are none of them.
+        rest = Span(start=0, stop=self.pool.slots.free)
+        self.pool.slots.allocate(NEXT_RID, [rest])
         for layer in range(LAYERS):
             shape = (rest.length, len(self.heads), HEAD_DIM)
             garbage = torch.full(shape, float("nan"), dtype=self.pool.k.dtype)
             self.pool.write(layer, NEXT_RID, rest, garbage, garbage)
-        self.pool.free_request(NEXT_RID)
+        self.pool.slots.free_request(NEXT_RID)
         self.sender.finish(self.delivery)
         self.delivery.finish()
 
@@ -266,8 +267,8 @@ class Source:
         self.end_step()
         failure = self._sent.get(timeout=WAIT_S)
         assert self._sent.empty()
-        assert self.pool.used == 0
-        self.pool.check_integrity()
+        assert self.pool.slots.used == 0
+        self.pool.slots.check_integrity()
         return failure
 
 

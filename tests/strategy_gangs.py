@@ -75,4 +75,4 @@ def check_scattered_history(
         gang.check(job, gang.run(job, make, part), forwards)
     finally:
         for engine in gang.engines:
-            engine.pool.free_request(1)
+            engine.pool.slots.free_request(1)

@@ -233,7 +233,7 @@ class StrategyRanks:
             slice(engine.kv_heads.start, engine.kv_heads.stop),
             slice(span.start, span.stop),
         )
-        engine.pool.allocate(rid, [span])
+        engine.pool.slots.allocate(rid, [span])
         for index in range(engine.spec.layers):
             k_thd, v_thd = forward.keys[index][rows, heads], forward.values[index][rows, heads]
             engine.pool.write(index, rid, span, k_thd, v_thd)

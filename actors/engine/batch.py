@@ -147,7 +147,7 @@ class _Builder:
         master, before = row.request.master, row.shares_before(span.start)
         holders = {it.instance for it in before}
         if self._here in holders or master == self._here:
-            runs = self._engine.pool.runs(row.rid, Span(start=0, stop=span.start))
+            runs = self._engine.pool.slots.runs(row.rid, Span(start=0, stop=span.start))
             held = self._batch.held_pieces.setdefault(self._asker(master), [])
             held.append(HeldPiece(length, runs))
             self._count_incoming(master, length)
@@ -176,7 +176,7 @@ class _Builder:
         for share in row.shares_of(span):
             own = range(self._count, self._count + span.length)[span.rows_of(share.span)]
             if share.instance == self._here:
-                slots = self._engine.pool.slots(row.rid, share.span)
+                slots = self._engine.pool.slots.by_position(row.rid, share.span).tolist()
                 if master == self._here:
                     self._batch.stored_rows += own
                     self._batch.stored_slots += slots

@@ -58,7 +58,7 @@ class Departures:
         """Takes what a step computes, all of which is posted inside."""
         sender = self._sender
         delivery = Delivery(
-            self._engine.pool,
+            self._engine.pool.slots,
             lambda failure: self._sent(run, delivery, failure),
             self._progress,
             traced=asks_for_timeline(run.job.trace),

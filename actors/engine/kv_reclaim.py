@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from csps.actors.engine.engine import Engine
 from csps.actors.engine.kv_lifetime import KvLifetime
 from csps.actors.engine.step_reports import StepReports
-from csps.actors.kv_pool import NotHeld
+from csps.actors.slot_allocator import NotHeld
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.span import Span
 
@@ -28,7 +28,7 @@ class KvReclaim:
         reserved: Callable[[int], bool],
         slots_came_back: Callable[[], None],
     ) -> None:
-        self._engine, self._reports = engine, reports
+        self._here, self._slots, self._reports = engine.instance, engine.pool.slots, reports
         self._reserved, self._slots_came_back = reserved, slots_came_back
         self._lifetime = KvLifetime()
 
@@ -40,12 +40,11 @@ class KvReclaim:
             NotHeld: some of it is not here; the step is over.
         """
         self._lifetime.enter(job)
-        here = self._engine.instance
         try:
             for piece in job.pieces:
                 for share in piece.history:
-                    if share.origin is not None and share.instance == here:
-                        self._engine.pool.share(piece.rid, share.origin, share.span)
+                    if share.origin is not None and share.instance == self._here:
+                        self._slots.share(piece.rid, share.origin, share.span)
         except NotHeld:
             self._free(self._lifetime.settle(job, cancelled=True))
             raise
@@ -77,7 +76,7 @@ class KvReclaim:
         self._free(self._lifetime.settle(job, cancelled=cancelled))
         for piece in job.pieces:
             if piece.stays and piece.last and self._lifetime.stays(piece.rid):
-                self._engine.pool.drop_shared(piece.rid)
+                self._slots.drop_shared(piece.rid)
             if due := self._lifetime.due(piece.rid):
                 self.release(piece.rid, due)
 
@@ -85,11 +84,10 @@ class KvReclaim:
         """Free some of what is kept of a sequence that is over, or will be with its last step."""
         if not self._lifetime.release(rid, spans):
             return
-        pool = self._engine.pool
         if not self._reserved(rid):
             for span in spans:
-                pool.free_span(rid, span)
-        if not (left := pool.tokens(rid)):
+                self._slots.free_span(rid, span)
+        if not (left := self._slots.tokens(rid)):
             self._lifetime.gone(rid)
         self._slots_came_back()
         self._reports.held(rid, left)
@@ -97,15 +95,15 @@ class KvReclaim:
     def let_go(self, rid: int) -> None:
         """The stream is done with a sequence, but a step that is under way may have it as well."""
         if self._lifetime.leave(rid):
-            self._engine.pool.free_request(rid)
+            self._slots.free_request(rid)
             self._slots_came_back()
             self._reports.freed(rid)
         elif self._lifetime.stays(rid):
-            self._engine.pool.drop_shared(rid)
+            self._slots.drop_shared(rid)
 
     def _free(self, rids: Iterable[int]) -> None:
         for rid in rids:
-            self._engine.pool.free_request(rid)
+            self._slots.free_request(rid)
             if self._lifetime.left(rid):
                 self._reports.freed(rid)
         self._slots_came_back()

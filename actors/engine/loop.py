@@ -32,9 +32,9 @@ from csps.actors.engine.step_desk import StepDesk
 from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
 from csps.actors.engine.stream import Stream
-from csps.actors.kv_pool import NotHeld
 from csps.actors.progress_report import ProgressReport
 from csps.actors.sampler_request import sampler_of
+from csps.actors.slot_allocator import NotHeld
 from csps.protocols.errors import CspsError
 from csps.protocols.log_entries import (
     Abort,

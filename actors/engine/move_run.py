@@ -20,11 +20,11 @@ from csps.actors.engine.engine import Engine
 from csps.actors.engine.log_turns import LogTurns, StepAborted
 from csps.actors.engine.rows import Row
 from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import ControlTag, Tag
 from csps.actors.process_group import PEER_DEADLINE
 from csps.actors.sampling import TokenSampler
+from csps.actors.slot_allocator import OutOfSlots
 from csps.protocols.log_entries import Run
 from csps.protocols.row_move import MoveRow, RowMoved, Transfer
 from csps.protocols.span import Span
@@ -101,7 +101,7 @@ class MoveRun:
             return False
         spans = self._spans(target=self._engine.instance)
         try:
-            self._engine.pool.allocate(self.message.rid, spans)
+            self._engine.pool.slots.allocate(self.message.rid, spans)
         except OutOfSlots:
             return False
         self._took_slots = True
@@ -118,7 +118,7 @@ class MoveRun:
 
     def _free(self, spans: Iterable[Span]) -> None:
         for span in spans:
-            self._engine.pool.free_span(self.message.rid, span)
+            self._engine.pool.slots.free_span(self.message.rid, span)
 
     # --- the engine thread ---------------------------------------------------------------------
 

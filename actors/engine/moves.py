@@ -189,7 +189,7 @@ class KvMover:
         slots, which are pinned (`Delivery.pin`), and nobody's afterwards."""
         for move in self._outgoing:
             for span in rest_of(move.span, self._staying[move.rid]):
-                self._pool.free_span(move.rid, span)
+                self._pool.slots.free_span(move.rid, span)
 
     def _read(self, layer: int, move: Move, own: Rows | None) -> Tensor:
         if move.rows is None:

@@ -80,14 +80,14 @@ class Reservations:
 
     def _take(self, request: Reserve, spans: Sequence[Span]) -> None:
         """Slots for spans, and those of what others have computed: all or none."""
-        pool, rid = self._engine.pool, request.rid
+        slots, rid = self._engine.pool.slots, request.rid
         try:
             for share in request.shares:
                 if share.origin is not None and share.instance == self._engine.instance:
-                    pool.share(rid, share.origin, share.span)
-            pool.allocate(rid, spans)
+                    slots.share(rid, share.origin, share.span)
+            slots.allocate(rid, spans)
         except FaultError:
-            pool.free_request(rid)
+            slots.free_request(rid)
             raise
 
     def _refuse_unwanted(self, rid: int, owner: int) -> None:

@@ -27,9 +27,9 @@ from csps.actors.engine.first_tokens import LooseKv
 from csps.actors.engine.log_turns import LogTurns, StepAborted
 from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
-from csps.actors.kv_pool import OutOfSlots
 from csps.actors.layout import LocalPiece
 from csps.actors.sent_bytes import SentBytes
+from csps.actors.slot_allocator import OutOfSlots
 from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup, shares_of
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
@@ -117,14 +117,14 @@ class StepRun:
     def take_slots(self) -> bool:
         """Take the slots of what this member is to hold: all or none, and whether it has them. What
         an earlier step of a sequence is about to move away may be what this one moves back."""
-        pool = self._engine.pool
+        slots = self._engine.pool.slots
         takes = [(rid, span) for rid, spans in self._takes.items() for span in spans]
         needed = sum(span.length for _, span in takes)
-        if needed > pool.free or any(pool.runs(*it) for it in takes):
+        if needed > slots.free or any(slots.runs(*it) for it in takes):
             return False
         for rid, spans in self._takes.items():
             try:
-                pool.allocate(rid, spans)
+                slots.allocate(rid, spans)
             except OutOfSlots:  # reservations take slots meanwhile
                 self.give_back()
                 return False
@@ -134,7 +134,7 @@ class StepRun:
     def give_back(self) -> None:
         """Free what `take_slots` took, of a step that does not begin."""
         for rid, span in self._taken:
-            self._engine.pool.free_span(rid, span)
+            self._engine.pool.slots.free_span(rid, span)
         self._taken.clear()
 
     # --- the engine thread ---------------------------------------------------------------------

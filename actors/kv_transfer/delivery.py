@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from csps.actors.kv_pool import KvPool, PinnedSpan
+from csps.actors.slot_allocator import PinnedSpan, SlotAllocator
 from csps.actors.timeline import Timeline
 from csps.protocols.span import Span
 
@@ -15,7 +15,7 @@ class Delivery:
 
     def __init__(
         self,
-        pool: KvPool,
+        slots: SlotAllocator,
         on_sent: Callable[[Exception | None], None],
         on_step: Callable[[], None] = lambda: None,
         *,
@@ -30,7 +30,7 @@ class Delivery:
                 their turn.
             traced: the timeline is wanted.
         """
-        self._pool = pool
+        self._slots = slots
         self.timeline = Timeline(on=traced)
         """What was under way when."""
         self._on_sent, self._on_step = on_sent, on_step
@@ -49,7 +49,7 @@ class Delivery:
         """Where a span lies, which stays there until all is sent. Only while something is open."""
         with self._lock:
             if (rid, span) not in self._pinned:
-                self._pinned[rid, span] = self._pool.pin(rid, span)
+                self._pinned[rid, span] = self._slots.pin(rid, span)
             return self._pinned[rid, span]
 
     def posted(self) -> None:
@@ -87,5 +87,5 @@ class Delivery:
             if self._open:
                 return
         for pinned in self._pinned.values():
-            self._pool.unpin(pinned)
+            self._slots.unpin(pinned)
         self._on_sent(self._failure)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from csps.actors.kept_kv import KeptKv
-from csps.actors.kv_pool import KvPool, PinnedSpan
+from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.body import KvBody
 from csps.actors.kv_transfer.delivery import Delivery
 from csps.actors.kv_transfer.header import KvHeader, entry_bytes
 from csps.actors.kv_transfer.staging import Launched, Staging
+from csps.actors.slot_allocator import PinnedSpan
 from csps.protocols.span import Span
 
 

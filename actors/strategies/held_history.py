@@ -34,9 +34,10 @@ class HeldHistory:
         """Where a piece's history lies here, alike in all layers: a slice if it is one run, which
         is read where it lies."""
         if piece.rid not in self._slots:
+            held = self._pool.slots
             spans = self._group.history_of(piece, self._group.member)
             # Attention does not care about the order of keys.
-            runs = list(SlotSet(run for it in spans for run in self._pool.runs(piece.rid, it)))
+            runs = list(SlotSet(run for it in spans for run in held.runs(piece.rid, it)))
             slots: slice | Tensor = slice(runs[0].start, runs[0].stop)
             if len(runs) > 1:
                 numbers = torch.cat([torch.arange(run.start, run.stop) for run in runs])

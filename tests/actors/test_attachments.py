@@ -193,7 +193,7 @@ async def test_a_step_that_reached_only_some_is_forgotten(tiny_llama: Path) -> N
             await cell.reserve(it)
             cell.submit(job(it), it.prompt, ranks=[rank])
         await cell.prefill.stats()
-        assert all(rank.engine.pool.used for rank in cell.prefill_gang.ranks)
+        assert all(rank.engine.pool.slots.used for rank in cell.prefill_gang.ranks)
         await cell.hang_up()
         await cell.idle()
         await check_serves(await successor(cell), tiny_llama)
@@ -232,7 +232,7 @@ async def test_slots_of_a_former_router_are_waited_for(tiny_llama: Path) -> None
             big = Request(rid=2, prompt=prompt_of(60, 2), shares=even_shares(60, [0]))
             job_id = cell.submit(job_of([big.piece(0, 59)], [0]), big.prompt[:59])
             await cell.prefill.stats()
-            assert cell.prefill_gang.ranks[0].engine.pool.used == 40
+            assert cell.prefill_gang.ranks[0].engine.pool.slots.used == 40
         await cell.prefilled(job_id)
         for rid in (1, 2):
             cell.cancel(rid)

@@ -189,7 +189,7 @@ async def test_sending_and_landing(tiny_llama: Path) -> None:
             assert not cell.about(KvLanded, rid=VICTIM, rank=1)
             cell.cancel(VICTIM)
             await eventually(lambda: receiver.loop.stream.reservations.find(VICTIM) is None)
-            assert receiver.engine.pool.used > 0  # it waits for who is writing
+            assert receiver.engine.pool.slots.used > 0  # it waits for who is writing
         await check_goes_on(cell, tiny_llama)
         assert not cell.about(KvLanded, rid=VICTIM, rank=1)
 

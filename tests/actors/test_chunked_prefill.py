@@ -99,8 +99,8 @@ def run_job(
 def check_holdings(cell: ThreadCell, prefill: Prefill) -> None:
     """Every prefill rank holds exactly the tokens that its instance owns."""
     for rank in cell.prefill_gang.ranks:
-        rank.engine.pool.check_integrity()
-        held = held_positions(rank.engine.pool, prefill.request.rid, len(prefill.owners))
+        rank.engine.pool.slots.check_integrity()
+        held = held_positions(rank.engine.pool.slots, prefill.request.rid, len(prefill.owners))
         assert held == np.flatnonzero(prefill.owners == rank.engine.instance).tolist()
 
 

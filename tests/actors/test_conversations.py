@@ -220,7 +220,7 @@ class Talk:
             self.prefilled.forget(rid, [released])
             await cell.keep(cell.prefill, Release(rid=rid, spans=(released,)))
         for rank in cell.ranks:
-            rank.engine.pool.check_integrity()
+            rank.engine.pool.slots.check_integrity()
 
     async def end(self) -> None:
         """Nothing is kept any more."""

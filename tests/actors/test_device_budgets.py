@@ -198,7 +198,7 @@ def prefill_layer(device: Device, model: Path, lengths: Sequence[int]) -> Device
 
     spans = {it.rid: Span(start=it.start, stop=it.start + it.length) for it in job.pieces}
     for rid, span in spans.items():
-        engine.pool.allocate(rid, [span])
+        engine.pool.slots.allocate(rid, [span])
 
     def keep(
         index: int,

@@ -19,7 +19,7 @@ from test_moving_rows import check_answer, decode, on, placed, turns
 from tiny_checkpoints import make_checkpoint
 
 from csps.actors.engine.step_run import StepRun
-from csps.actors.kv_pool import OutOfSlots
+from csps.actors.slot_allocator import OutOfSlots
 from csps.protocols.messages import KvLanded
 from csps.protocols.placement import KvShare
 from csps.protocols.row_move import RowPlacement
@@ -57,11 +57,11 @@ async def test_600k_on_100_200_and_400_thousand_slots(tiny_llama: Path, tp: int)
         proactive = Request(rid=2, prompt=prompt, shares=shares, master=2, sampling=two)
         await cell.reserve(proactive)
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
-        assert [pool.free for pool in pools] == [it for it in (0, 100, 0) for _ in range(tp)]
+        assert [pool.slots.free for pool in pools] == [it for it in (0, 100, 0) for _ in range(tp)]
         job = job_of([proactive.piece(rows=rows)], EVERYONE, strategy="ring_kv")
         cell.submit(job, prompt)
         await cell.told(3 * tp, KvLanded, rid=2)
-        kept = [held_positions(pool, 2, 600) for pool in pools[::tp]]
+        kept = [held_positions(pool.slots, 2, 600) for pool in pools[::tp]]
         assert kept == [[*range(100, 200)], [*range(100)], [*range(200, 600)]]
         assert await cell.answer(proactive) == [greedy_tokens(tiny_llama, prompt.tolist(), 2)]
         cell.cancel(100)
@@ -84,7 +84,7 @@ async def test_the_six_slots_of_figure_4(tiny_llama: Path) -> None:
             answer=(KvShare(instance=0, span=Span(2, 3)),),
         )
         await cell.reserve(request)
-        assert all(rank.engine.pool.free == 0 for rank in cell.prefill_gang.ranks)
+        assert all(rank.engine.pool.slots.free == 0 for rank in cell.prefill_gang.ranks)
         rows = laid_out("striped", 0, 2, (0, 1))
         cell.submit(job_of([request.piece(rows=rows)], (0, 1), strategy="ring_kv"), request.prompt)
         expected = greedy_tokens(tiny_llama, request.prompt.tolist(), 2)

@@ -54,10 +54,10 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
         request = Request(rid=1, prompt=prompt_of(40), shares=even_shares(40, [2, 0]), master=1)
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
         await cell.reserve(request)
-        taken = [pool.used for pool in pools]
+        taken = [pool.slots.used for pool in pools]
         cell.submit(job_of([request.piece()], [2, 0]), request.prompt)
         await cell.told(2, KvLanded, rid=1)
-        assert [pool.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
+        assert [pool.slots.used for pool in pools] == taken == [20, GREEDY.max_tokens - 1, 20]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
         assert not any(cell.prefill_gang.ranks[0].engine.mesh.bytes_sent[3:])
         await cell.freed(1)
@@ -180,7 +180,7 @@ async def test_keepers_of_an_answer_take_turns(tiny_llama: Path) -> None:
         for it in requests:
             await cell.reserve(it)
             cell.submit(job_of([it.piece()], [0, 1]), it.prompt)
-        assert [pool.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
+        assert [pool.slots.used for pool in pools] == [6 + 11 + 17, 5 + 11 + 16 + 3 * 5, 3 * 6]
         for it, answer in zip(requests, await cell.answer(*requests), strict=True):
             assert answer == greedy_tokens(tiny_llama, it.prompt.tolist(), 12)
         await cell.freed(1, 2, 3)

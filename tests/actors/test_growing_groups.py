@@ -125,17 +125,17 @@ async def test_what_has_moved_but_not_been_sent_keeps_its_slots(
         assert tokens == {(0, 1): 10}
         rank = cell.prefill_gang.ranks[0]
         pool, kept = rank.engine.pool, np.flatnonzero(it.owners == 0).tolist()
-        await eventually(lambda: held_positions(pool, 1, 40) == kept)
-        assert (len(kept), pool.used) == (20, 30)
-        room = Span(0, pool.free)
-        pool.allocate(OTHER, [room])
+        await eventually(lambda: held_positions(pool.slots, 1, 40) == kept)
+        assert (len(kept), pool.slots.used) == (20, 30)
+        room = Span(0, pool.slots.free)
+        pool.slots.allocate(OTHER, [room])
         for layer in range(LAYERS):
             nan = torch.full((room.length, KV_HEADS, HEAD_DIM), torch.nan)
             pool.write(layer, OTHER, room, nan, nan)
         sending_goes_on.set()
         answers = await cell.answer(it.request)
         assert answers == [greedy_tokens(tiny_llama, it.request.prompt.tolist(), len(answers[0]))]
-        pool.free_request(OTHER)
+        pool.slots.free_request(OTHER)
         await cell.freed(1)
         await cell.idle()
 

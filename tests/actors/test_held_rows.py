@@ -39,9 +39,9 @@ def fragmented(draw: st.DrawFn) -> KvPool:
     pool = make_pool()
     sizes = draw(st.lists(st.integers(1, 5), max_size=5))
     for rid, size in enumerate(sizes, start=100):
-        pool.allocate(rid, [Span(start=0, stop=size)])
+        pool.slots.allocate(rid, [Span(start=0, stop=size)])
     for rid in range(100, 100 + len(sizes), 2):
-        pool.free_request(rid)
+        pool.slots.free_request(rid)
     return pool
 
 
@@ -54,7 +54,7 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
     requests = []
     for rid, length in enumerate(prompts):
         # As a rank reserves them: the prompt's share and the answer, which lie anywhere.
-        pool.allocate(rid, [Span(start=0, stop=length), Span(start=length, stop=length + 3)])
+        pool.slots.allocate(rid, [Span(start=0, stop=length), Span(start=length, stop=length + 3)])
         write(pool, rid, 0, length)
         answer = Span(start=length, stop=length + 3)
         prompt = Span(start=0, stop=length)
@@ -73,12 +73,12 @@ def test_rows_see_the_prompt_and_all_that_was_appended(
         assert read(pool, held, 0) == read(pool, held, 1) == expected
     with pytest.raises(IndexError):
         requests[0].append()
-    pool.check_integrity()
+    pool.slots.check_integrity()
 
 
 def test_a_prompt_and_its_answer_in_one_place_are_one_run() -> None:
     pool = make_pool()
-    pool.allocate(1, [Span(start=0, stop=6)])
+    pool.slots.allocate(1, [Span(start=0, stop=6)])
     write(pool, 1, 0, 4)
     slots = RequestSlots(pool, 1, range(LAYERS), [Span(0, 4)], [Span(start=4, stop=6)])
     assert [slots.append(), slots.append()] == [4, 5]

@@ -67,7 +67,7 @@ def check(gang: StrategyRanks, job: PrefillJob) -> None:
     finally:
         for engine in gang.engines:
             for piece in job.pieces:
-                engine.pool.free_request(piece.rid)
+                engine.pool.slots.free_request(piece.rid)
 
 
 def on_gangs(

@@ -107,7 +107,7 @@ async def test_what_is_released_while_it_is_read_is_read_to_the_end(tiny_llama: 
         await cell.reserve(request)
         assert await cell.keep(cell.decode, Release(rid=1)) == 0
         pools = [rank.engine.pool for rank in cell.prefill_gang.ranks]
-        assert [pool.used for pool in pools] == [20 + 29, len(text) - 20]
+        assert [pool.slots.used for pool in pools] == [20 + 29, len(text) - 20]
         other = Request(rid=3, prompt=prompt_of(100, 3), shares=even_shares(100, [0, 1]))
         await cell.reserve(other)
         cell.submit(job_of([other.piece()], [0, 1]), other.prompt)

@@ -18,7 +18,8 @@ from torch import Tensor
 from csps.actors.engine.engine import Engine
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.kept_kv import KeptKv
-from csps.actors.kv_pool import KvPool, NotHeld
+from csps.actors.kv_pool import KvPool
+from csps.actors.slot_allocator import NotHeld
 from csps.protocols.span import Span
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS = 3, 2, 4, 64
@@ -103,15 +104,15 @@ def fragmented(draw: st.DrawFn) -> KvPool:
     pool = make_pool()
     sizes = draw(st.lists(st.integers(1, 6), max_size=8))
     for rid, size in enumerate(sizes, start=100):
-        pool.allocate(rid, [span(0, size)])
+        pool.slots.allocate(rid, [span(0, size)])
     for rid in range(100, 100 + len(sizes), 2):
-        pool.free_request(rid)
+        pool.slots.free_request(rid)
     return pool
 
 
 def fill(pool: KvPool, prompt: Prompt, order: Any) -> None:
     """Layer 1 of a request, in any order of arrival."""
-    pool.allocate(RID, [span(0, prompt.tokens + 2)])
+    pool.slots.allocate(RID, [span(0, prompt.tokens + 2)])
     pieces = list(prompt.pieces())
     order.shuffle(pieces)
     for where, heads, kept in pieces:
@@ -141,7 +142,7 @@ def test_attention_is_over_the_kept_tokens_of_each_head(
     prompt: Prompt, pool: KvPool, order: Any
 ) -> None:
     fill(pool, prompt, order)
-    pool.check_integrity()
+    pool.slots.check_integrity()
     expected = prompt.dense(QUERY, prompt.kept_ht)
     torch.testing.assert_close(attended(pool, QUERY), expected, rtol=0, atol=1e-12)
 
@@ -156,7 +157,7 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
     for row in range(2):
         own = slice(row, row + 1)
         pool.write_slots(1, torch.tensor([slots.append()]), k_thd[own], v_thd[own])
-    pool.check_integrity()
+    pool.slots.check_integrity()
     longer = Prompt(
         torch.cat((prompt.k_thd, k_thd)), torch.cat((prompt.v_thd, v_thd)), prompt.kept_ht, (), ()
     )
@@ -168,14 +169,14 @@ def test_generated_tokens_are_always_seen(prompt: Prompt, order: Any) -> None:
 def test_a_request_with_kept_tokens_goes_as_a_whole() -> None:
     """Those of each head have moved up in its slots."""
     pool = filled()
-    assert pool.free_span(RID, span(1, 2)) == 4
-    assert pool.used == 0
-    pool.check_integrity()
+    assert pool.slots.free_span(RID, span(1, 2)) == 4
+    assert pool.slots.used == 0
+    pool.slots.check_integrity()
 
 
 def test_kept_tokens_are_not_shared() -> None:
     with pytest.raises(NotHeld):
-        filled().share(RID + 1, RID, span(0, 2))
+        filled().slots.share(RID + 1, RID, span(0, 2))
 
 
 # --- layers apart ----------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def filled() -> KvPool:
     pool = make_pool()
     kept_ht = torch.tensor([[True, False, True, True]] * KV_HEADS)
     k_thd, v_thd = torch.randn(2, 4, KV_HEADS, HEAD_DIM, dtype=torch.float64)
-    pool.allocate(RID, [span(0, 4)])
+    pool.slots.allocate(RID, [span(0, 4)])
     pool.write(0, RID, span(0, 4), k_thd, v_thd)
     pool.write_kept(1, RID, span(0, 4), KeptKv.of(k_thd, v_thd, kept_ht))
     return pool
@@ -215,6 +216,6 @@ def test_equal_heads_of_neighbouring_slots_are_one_slice_without_a_copy() -> Non
 
 def test_the_next_owner_of_the_slots_sees_nothing() -> None:
     pool = filled()
-    pool.free_request(RID)
-    pool.allocate(RID, [span(0, 4)])
+    pool.slots.free_request(RID)
+    pool.slots.allocate(RID, [span(0, 4)])
     assert not pool.narrowed(1, RID)

@@ -115,8 +115,8 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         await cell.prefilled(after)
         for rank in cell.prefill_gang.ranks:
             rank.check_health()
-            rank.engine.pool.check_integrity()
-            assert rank.engine.pool.used == 0
+            rank.engine.pool.slots.check_integrity()
+            assert rank.engine.pool.slots.used == 0
 
         plan = GangPlan(model_dir=str(tiny_llama), role="decode", instances=2)
         cell.decode_gang = await later.enter_async_context(thread_gang(plan))

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from property_examples import examples
 from torch import Tensor
 
-from csps.actors.kv_pool import KvPool, NotHeld, OutOfSlots, PinnedSpan
-from csps.protocols.errors import from_wire, to_wire
+from csps.actors.kv_pool import KvPool
+from csps.actors.slot_allocator import NotHeld, OutOfSlots, PinnedSpan
 from csps.protocols.span import Span
 
 KV_HEADS, HEAD_DIM = 2, 4
@@ -60,87 +60,40 @@ def contents(pool: KvPool, layer: int, rid: int, positions: Iterable[int]) -> di
 
 
 def slots_in_use(pool: KvPool, rid: int) -> list[int]:
-    return [slot for run in pool.runs(rid) for slot in run]
+    return [slot for run in pool.slots.runs(rid) for slot in run]
 
 
-# --- layout --------------------------------------------------------------------------------
-
-
-def test_prompt_and_answer_of_one_call_are_one_slice() -> None:
-    pool = make_pool(100)
-    pool.allocate(1, [span(0, 30)])
-    pool.allocate(2, [span(0, 20), span(20, 40)])
-    assert pool.runs(2) == [range(30, 70)]
-    assert pool.runs(2, span(0, 21)) == [range(30, 51)]
+# --- single calls -----------------------------------------------------------------------
 
 
 def test_neighbours_are_read_where_they_lie() -> None:
     pool = make_pool(8)
-    pool.allocate(1, [span(0, 3)])
+    pool.slots.allocate(1, [span(0, 3)])
     k_thd, _ = pool.read(0, 1, span(0, 3))
     pool.k.fill_(7.0)
     assert (k_thd == 7.0).all()
 
 
-def test_request_grows_next_to_what_it_has() -> None:
-    pool = make_pool(100)
-    pool.allocate(1, [span(0, 10)])
-    pool.allocate(2, [span(0, 5)])
-    pool.allocate(3, [span(0, 10)])
-    pool.free_request(2)  # leaves the tighter run, which best fit alone would take
-    pool.allocate(3, [span(10, 15)])
-    assert len(pool.runs(3)) == 1
-
-
-def test_best_fit_takes_the_tightest_run() -> None:
-    pool = make_pool(100)
-    for rid, length in enumerate([10, 1, 6, 1, 8, 1]):
-        pool.allocate(rid, [span(0, length)])
-    tight = pool.runs(2)
-    for rid in (0, 2, 4):
-        pool.free_request(rid)
-    pool.allocate(9, [span(0, 6)])
-    assert pool.runs(9) == tight
-
-
 def test_fragmented_pool_is_filled_to_the_last_slot() -> None:
     pool = make_pool(10)
     for rid in range(10):
-        pool.allocate(rid, [span(rid, rid + 1)])
+        pool.slots.allocate(rid, [span(rid, rid + 1)])
     for rid in range(0, 10, 2):
-        pool.free_request(rid)
-    pool.allocate(99, [span(0, 5)])
-    assert pool.free == 0
+        pool.slots.free_request(rid)
+    pool.slots.allocate(99, [span(0, 5)])
+    assert pool.slots.free == 0
     pool.write(0, 99, span(0, 5), *rows_of([0.0, 1.0, 2.0, 3.0, 4.0]))
-    assert len(pool.runs(99)) == 5
+    assert len(pool.slots.runs(99)) == 5
     assert contents(pool, 0, 99, range(5)) == {i: float(i) for i in range(5)}
-    pool.check_integrity()
-
-
-def test_freed_neighbours_coalesce() -> None:
-    pool = make_pool(30)
-    for rid in range(3):
-        pool.allocate(rid, [span(0, 10)])
-    for rid in (0, 2, 1):
-        assert pool.free_request(rid) == 10
-    pool.allocate(5, [span(0, 30)])
-    assert pool.runs(5) == [range(30)]
-
-
-def test_tokens_of_a_striped_request_are_one_slice_with_gaps_in_its_positions() -> None:
-    pool = make_pool(16)
-    pool.allocate(1, [span(position, position + 1) for position in range(0, 24, 3)])
-    assert pool.runs(1) == [range(8)]
-    assert pool.runs(1, span(0, 13)) == [range(5)]
-    assert pool.slots(1, Span(3, 22, 6)) == [1, 3, 5, 7]
+    pool.slots.check_integrity()
 
 
 @pytest.mark.parametrize("between", [0, 2])
 def test_span_over_interleaved_runs_is_written_row_by_row(between: int) -> None:
     pool = make_pool(16)
-    pool.allocate(1, [span(position, position + 1) for position in range(0, 10, 2)])
-    pool.allocate(2, [span(0, between)])
-    pool.allocate(1, [span(position, position + 1) for position in range(1, 10, 2)])
+    pool.slots.allocate(1, [span(position, position + 1) for position in range(0, 10, 2)])
+    pool.slots.allocate(2, [span(0, between)])
+    pool.slots.allocate(1, [span(position, position + 1) for position in range(1, 10, 2)])
     values = [float(position * position) for position in range(10)]
     pool.write(0, 1, span(0, 10), *rows_of(values))
     assert contents(pool, 0, 1, range(10)) == dict(enumerate(values))
@@ -155,7 +108,7 @@ def test_rows_of_one_member_of_a_ring_are_written_by_one_copy_each() -> None:
         dtype=torch.float32,
         device=DEVICE,
     )
-    pool.allocate(1, [Span(member, 64, 4) for member in range(4)])
+    pool.slots.allocate(1, [Span(member, 64, 4) for member in range(4)])
     k_thd = torch.empty(16, KV_HEADS, HEAD_DIM, device=DEVICE)
     with DeviceBudget() as budget:
         pool.write(0, 1, Span(3, 64, 4), k_thd, k_thd)
@@ -163,112 +116,31 @@ def test_rows_of_one_member_of_a_ring_are_written_by_one_copy_each() -> None:
     assert not budget.copies
 
 
-def test_span_looked_up_before_is_right_after_a_change() -> None:
-    pool = make_pool(16)
-    pool.allocate(1, [span(0, 4)])
-    wide = span(0, 6)
-    assert pool.runs(1, wide) == [range(4)]
-    pool.allocate(1, [span(4, 6)])
-    assert pool.runs(1, wide) == [range(6)]
-    pool.free_span(1, span(1, 3))
-    assert pool.runs(1, wide) == [range(1), range(3, 6)]
-    pool.free_request(1)
-    assert pool.runs(1, wide) == []
-
-
-def test_unknown_request_holds_nothing() -> None:
-    pool = make_pool(4)
-    assert pool.free_request(7) == 0
-    assert pool.free_span(7, span(0, 9)) == 0
-    assert pool.tokens(7) == 0
-    assert pool.runs(7) == []
-    pool.drop_shared(7)
-
-
-# --- refusals --------------------------------------------------------------------------------
-
-
-def test_allocation_is_all_or_nothing() -> None:
-    pool = make_pool(10)
-    pool.allocate(1, [span(0, 6)])
-    with pytest.raises(OutOfSlots, match="5 needed, 4 free") as caught:
-        pool.allocate(2, [span(0, 3), span(5, 7)])
-    assert (caught.value.needed, caught.value.free) == (5, 4)
-    assert pool.tokens(2) == 0
-    assert pool.free == 4
-    pool.check_integrity()
-
-
-def test_out_of_slots_crosses_the_wire() -> None:
-    error = from_wire(to_wire(OutOfSlots(needed=5, free=4)))
-    assert isinstance(error, OutOfSlots)
-    assert (error.needed, error.free) == (5, 4)
-
-
-@pytest.mark.parametrize(
-    "spans", [[span(3, 5)], [span(0, 9)], [span(8, 9), span(4, 5)], [span(6, 8), span(7, 9)]]
-)
-def test_same_position_twice_is_refused(spans: list[Span]) -> None:
-    pool = make_pool(32)
-    pool.allocate(1, [span(2, 6)])
-    with pytest.raises(AssertionError, match="position"):
-        pool.allocate(1, spans)
-    assert pool.used == 4
-    pool.check_integrity()
-
-
 def test_writing_what_is_not_allocated_is_refused() -> None:
     pool = make_pool(8)
-    pool.allocate(1, [span(0, 4)])
+    pool.slots.allocate(1, [span(0, 4)])
     with pytest.raises(AssertionError, match="not allocated to request 1"):
         pool.write(0, 1, span(2, 6), *rows_of([0.0] * 4))
     with pytest.raises(AssertionError):
         pool.write(0, 1, span(0, 4), *rows_of([0.0] * 3))
 
 
-def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
-    pool = make_pool(8)
-    pool.allocate(1, [span(0, 2)])
-    pool._free.add(range(1, 2))
-    with pytest.raises(AssertionError, match=r"slots \[1\] have other owners"):
-        pool.check_integrity()
-    pool._free.remove(range(3))
-    with pytest.raises(AssertionError, match=r"slots \[2\] have other owners"):
-        pool.check_integrity()
-
-
-# --- what several begin with -----------------------------------------------------------------
-
-
 def test_what_is_shared_is_free_when_the_last_one_lets_go() -> None:
     pool = make_pool(16)
-    pool.allocate(1, [span(0, 6)])
+    pool.slots.allocate(1, [span(0, 6)])
     pool.write(0, 1, span(0, 6), *rows_of([float(i) for i in range(6)]))
-    pool.share(2, 1, span(0, 4))
-    pool.allocate(2, [span(4, 7)])
-    assert pool.used == 9
-    assert pool.free_request(1) == 6
-    assert pool.used == 7
+    pool.slots.share(2, 1, span(0, 4))
+    pool.slots.allocate(2, [span(4, 7)])
+    assert pool.slots.used == 9
+    assert pool.slots.free_request(1) == 6
+    assert pool.slots.used == 7
     assert contents(pool, 0, 2, range(4)) == {i: float(i) for i in range(4)}
-    pool.check_integrity()
-    pool.drop_shared(2)
-    assert pool.used == pool.tokens(2) == 3
-    pool.free_request(2)
-    pool.check_integrity()
-    assert pool.used == 0
-
-
-def test_what_is_not_there_is_not_shared() -> None:
-    pool = make_pool(16)
-    pool.allocate(1, [span(0, 4)])
-    for origin, wanted in ((1, span(2, 5)), (3, span(0, 1))):
-        with pytest.raises(NotHeld, match="does not have it"):
-            pool.share(2, origin, wanted)
-    pool.allocate(2, [span(3, 4)])
-    with pytest.raises(NotHeld, match="has slots for it"):
-        pool.share(2, 1, span(0, 4))
-    assert pool.tokens(2) == 1
-    pool.check_integrity()
+    pool.slots.check_integrity()
+    pool.slots.drop_shared(2)
+    assert pool.slots.used == pool.slots.tokens(2) == 3
+    pool.slots.free_request(2)
+    pool.slots.check_integrity()
+    assert pool.slots.used == 0
 
 
 # --- any sequence ----------------------------------------------------------------------------
@@ -317,30 +189,30 @@ class PoolMachine(RuleBasedStateMachine):
         fits = len(asked) <= self.SLOTS - len(self.cells())
         new = len(set(asked)) == len(asked) and not self.owned[rid].keys() & set(asked)
         if fits and new:
-            self.pool.allocate(rid, spans)
+            self.pool.slots.allocate(rid, spans)
             self.owned[rid].update({position: Cell() for position in asked})
         else:
             with pytest.raises(AssertionError if fits else OutOfSlots):
-                self.pool.allocate(rid, spans)
+                self.pool.slots.allocate(rid, spans)
 
     @rule(rid=RIDS, origin=RIDS, s=SPANS)
     def share(self, rid: int, origin: int, s: Span) -> None:
         has, theirs = self.owned[rid], self.owned[origin]
         if self.shared[rid] >= set(s.positions):
-            self.pool.share(rid, origin, s)
+            self.pool.slots.share(rid, origin, s)
             return
         others = [p for p in s.positions if p in has and has[p] is not theirs.get(p)]
         if others or not theirs.keys() >= set(s.positions):
             with pytest.raises(NotHeld):
-                self.pool.share(rid, origin, s)
+                self.pool.slots.share(rid, origin, s)
             return
-        self.pool.share(rid, origin, s)
+        self.pool.slots.share(rid, origin, s)
         self.shared[rid] |= set(s.positions) - has.keys()
         has.update({position: theirs[position] for position in s.positions})
 
     @rule(rid=RIDS)
     def drop_shared(self, rid: int) -> None:
-        self.pool.drop_shared(rid)
+        self.pool.slots.drop_shared(rid)
         self.forget(rid, set(self.shared[rid]))
 
     @rule(rid=RIDS, s=SPANS, layer=st.integers(0, LAYERS - 1))
@@ -357,28 +229,28 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(rid=RIDS, s=SPANS)
     def free_span(self, rid: int, s: Span) -> None:
         gone = self.owned[rid].keys() & set(s.positions)
-        assert self.pool.free_span(rid, s) == len(gone)
+        assert self.pool.slots.free_span(rid, s) == len(gone)
         self.forget(rid, gone)
 
     @rule(rid=RIDS)
     def free_request(self, rid: int) -> None:
         gone = set(self.owned[rid])
-        assert self.pool.free_request(rid) == len(gone)
+        assert self.pool.slots.free_request(rid) == len(gone)
         self.forget(rid, gone)
 
     @rule(rid=RIDS, s=SPANS)
     def pin(self, rid: int, s: Span) -> None:
         if not self.owned[rid].keys() >= set(s.positions):
             with pytest.raises(AssertionError, match="is not allocated"):
-                self.pool.pin(rid, s)
+                self.pool.slots.pin(rid, s)
             return
         cells = {position: self.owned[rid][position] for position in s.positions}
-        self.pins.append(Pin(self.pool.pin(rid, s), cells))
+        self.pins.append(Pin(self.pool.slots.pin(rid, s), cells))
 
     @rule(random=st.randoms(use_true_random=False))
     def unpin(self, random: random.Random) -> None:
         if self.pins:
-            self.pool.unpin(self.pins.pop(random.randrange(len(self.pins))).pinned)
+            self.pool.slots.unpin(self.pins.pop(random.randrange(len(self.pins))).pinned)
 
     @rule(s=SPANS, layer=st.integers(0, LAYERS - 1), head=st.integers(0, KV_HEADS - 1))
     def read_pinned(self, s: Span, layer: int, head: int) -> None:
@@ -402,16 +274,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def owners_match(self) -> None:
-        self.pool.check_integrity()
-        assert self.pool.used == len(self.cells())
-        assert self.pool.free + self.pool.used == self.pool.capacity
+        self.pool.slots.check_integrity()
+        assert self.pool.slots.used == len(self.cells())
+        assert self.pool.slots.free + self.pool.slots.used == self.pool.slots.capacity
         slot_of: dict[Cell, int] = {}
         for rid, cells in self.owned.items():
             assert sorted(slots_in_use(self.pool, rid)) == sorted(
-                self.pool.slots(rid, span(p, p + 1))[0] for p in cells
+                self.pool.slots.by_position(rid, span(p, p + 1))[0] for p in cells
             )
             for position, cell in cells.items():
-                (slot,) = self.pool.slots(rid, span(position, position + 1))
+                (slot,) = self.pool.slots.by_position(rid, span(position, position + 1)).tolist()
                 assert slot_of.setdefault(cell, slot) == slot
         assert len(set(slot_of.values())) == len(slot_of)
 
@@ -423,15 +295,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for pin in self.pins[::2]:
-            self.pool.unpin(pin.pinned)
+            self.pool.slots.unpin(pin.pinned)
         for rid in self.owned:
-            self.pool.free_request(rid)
+            self.pool.slots.free_request(rid)
         for pin in self.pins[1::2]:
-            self.pool.unpin(pin.pinned)
-        self.pool.check_integrity()
-        assert self.pool.free == self.SLOTS
-        self.pool.allocate(99, [span(0, self.SLOTS)])
-        assert len(self.pool.runs(99)) == 1
+            self.pool.slots.unpin(pin.pinned)
+        self.pool.slots.check_integrity()
+        assert self.pool.slots.free == self.SLOTS
+        self.pool.slots.allocate(99, [span(0, self.SLOTS)])
+        assert len(self.pool.slots.runs(99)) == 1
 
     def cells(self) -> set[Cell]:
         """Slots that somebody has."""
@@ -464,7 +336,7 @@ def test_threads_never_see_each_others_tokens() -> None:
     pool, rids, errors = make_pool(256, layers=2), itertools.count(), list[BaseException]()
 
     def live(rid: int, prompt: int, answer: int) -> None:
-        pool.allocate(rid, [span(0, prompt), span(prompt, prompt + answer)])
+        pool.slots.allocate(rid, [span(0, prompt), span(prompt, prompt + answer)])
         try:
             for layer in range(2):
                 pool.write(layer, rid, span(0, prompt), *rows_of([float(rid)] * prompt))
@@ -473,7 +345,7 @@ def test_threads_never_see_each_others_tokens() -> None:
                 expected = dict.fromkeys(range(position + 1), float(rid))
                 assert contents(pool, layer, rid, range(position + 1)) == expected
         finally:
-            assert pool.free_request(rid) == prompt + answer
+            assert pool.slots.free_request(rid) == prompt + answer
 
     def work(seed: int) -> None:
         try:
@@ -489,5 +361,5 @@ def test_threads_never_see_each_others_tokens() -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert errors == []
-    pool.check_integrity()
-    assert pool.free == pool.capacity
+    pool.slots.check_integrity()
+    assert pool.slots.free == pool.slots.capacity

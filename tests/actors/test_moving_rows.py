@@ -96,7 +96,7 @@ async def test_a_row_goes_on_where_its_kv_was_moved_to(
         await cell.told(3, RowMoved, rid=1)
         told = {it.rank: it for it in cell.about(RowMoved, rid=1)}
         assert not cell.finished(1)
-        assert [pool.used for pool in pools] == [0, 30 + 50, 30 + 49]
+        assert [pool.slots.used for pool in pools] == [0, 30 + 50, 30 + 49]
         token_bytes = 2 * pools[0].k[:, 0].nbytes
         assert told[0].sent_bytes == (told[1].tokens + told[2].tokens) * token_bytes
         assert told[1].tokens + told[2].tokens > 60
@@ -182,7 +182,7 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
         pool = cell.prefill_gang.ranks[1].engine.pool
         request = talking(1, 20, 40, 0)
         await decode(cell, request)
-        pool.allocate(99, [Span(0, 64)])
+        pool.slots.allocate(99, [Span(0, 64)])
         message = schema.pack(
             MoveRow(
                 job_id=1_000,
@@ -197,9 +197,9 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
         await eventually(lambda: loop.waiting == 1)
         cell.cancel(1)
         await cell.freed(1)
-        pool.free_request(99)
+        pool.slots.free_request(99)
         loop._desk.slots_came_back()
-        assert pool.used == 0
+        assert pool.slots.used == 0
         cell.decode.notify(0, "move", message)
         await eventually(lambda: loop.waiting == 0)
         cell.check_idle()

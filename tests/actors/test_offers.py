@@ -59,23 +59,23 @@ async def bytes_of_a_step(
     length = len(request.prompt)
     before = np.array([rank.engine.mesh.bytes_sent for rank in ranks])
     await cell.reserve(request)
-    taken = [rank.engine.pool.used for rank in ranks]
+    taken = [rank.engine.pool.slots.used for rank in ranks]
     kept = [int((owners(length, request.shares) == i).sum()) for i in range(INSTANCES)]
     assert taken == np.repeat(kept, tp).tolist()
     group = list(range(INSTANCES))
     cell.submit(job_of([request.piece(rows=rows)], group, strategy=strategy), request.prompt)
     await cell.told(tp * len({it.instance for it in request.shares}), KvLanded, rid=request.rid)
     await cell.until(lambda: len(cell.heard[PrefillDone]) == len(ranks) * request.rid)
-    assert [rank.engine.pool.used for rank in ranks] == taken
+    assert [rank.engine.pool.slots.used for rank in ranks] == taken
     for rank in ranks:
-        held = held_positions(rank.engine.pool, request.rid, length)
+        held = held_positions(rank.engine.pool.slots, request.rid, length)
         keeps = owners(length, request.shares) == rank.engine.instance
         assert held == np.flatnonzero(keeps).tolist()
-        rank.engine.pool.check_integrity()
+        rank.engine.pool.slots.check_integrity()
     sent = np.array([rank.engine.mesh.bytes_sent for rank in ranks]) - before
     cell.cancel(request.rid)
     await cell.freed(request.rid)
-    await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
+    await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
     return sent.reshape(INSTANCES, tp, INSTANCES, tp).sum((1, 3))
 
 

@@ -98,7 +98,7 @@ def run(gang: StrategyRanks, job: PrefillJob) -> Watch:
     finally:
         for engine in gang.engines:
             for piece in job.pieces:
-                engine.pool.free_request(piece.rid)
+                engine.pool.slots.free_request(piece.rid)
     return watch
 
 
@@ -225,7 +225,7 @@ def test_a_step_may_be_stopped_at_any_number(
     finally:
         for engine in gang.engines:
             for piece in job.pieces:
-                engine.pool.free_request(piece.rid)
+                engine.pool.slots.free_request(piece.rid)
 
 
 def test_a_member_of_none_knows_the_number_of_parts() -> None:

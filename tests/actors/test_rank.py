@@ -210,7 +210,7 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
             beside.submit(job, prompt)
             await cell.told(2, PrefillDone, job_id=job.job_id)
             assert cell.tokens(rid) == greedy_tokens(tiny_llama, prompt.tolist(), 1)
-            assert all(rank.engine.pool.tokens(rid) for rank in elastic.ranks)
+            assert all(rank.engine.pool.slots.tokens(rid) for rank in elastic.ranks)
             cell.cancel(rid)
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, long.prompt.tolist(), 60)
@@ -218,5 +218,5 @@ async def test_an_elastic_gang_prefills_while_it_decodes(tiny_llama: Path) -> No
         await cell.decode.stats()
         for rank in elastic.ranks:
             rank.check_health()
-            rank.engine.pool.check_integrity()
-            assert rank.engine.pool.used == 0
+            rank.engine.pool.slots.check_integrity()
+            assert rank.engine.pool.slots.used == 0

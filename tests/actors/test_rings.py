@@ -176,7 +176,7 @@ def pool_with_history(case: Case, instance: int) -> KvPool:
         for share in piece.history:
             if share.instance == instance:
                 at = span_positions([share.span])
-                pool.allocate(piece.rid, [share.span])
+                pool.slots.allocate(piece.rid, [share.span])
                 pool.write(0, piece.rid, share.span, k[at], v[at])
     return pool
 

@@ -135,7 +135,7 @@ def test_a_chunk_sees_all_of_its_history(gang: StrategyRanks, window: int, pipel
         gang.check(job, results, forwards)
     finally:
         for engine in gang.engines:
-            engine.pool.free_request(0)
+            engine.pool.slots.free_request(0)
 
 
 @pytest.mark.parametrize("pipelined", [True, False])

@@ -49,7 +49,7 @@ async def test_a_step_takes_all_slots_or_none(
             Request(rid=rid, prompt=prompt_of(20, rid), shares=even_shares(20, [0]))
             for rid in (1, 2)
         )
-        allocate = pool.allocate
+        allocate = pool.slots.allocate
         thief = [Span(start=0, stop=40)]
 
         def stolen(rid: int, spans: Any) -> None:
@@ -57,12 +57,12 @@ async def test_a_step_takes_all_slots_or_none(
             if thief:
                 allocate(99, [thief.pop()])
 
-        monkeypatch.setattr(pool, "allocate", stolen)
+        monkeypatch.setattr(pool.slots, "allocate", stolen)
         job = job_of([one.piece(), other.piece()], [0])
         cell.submit(job, np.concatenate([one.prompt, other.prompt]))
         await cell.prefill.stats()
-        assert pool.used == 40, "the step holds slots while it waits for others"
-        pool.free_request(99)
+        assert pool.slots.used == 40, "the step holds slots while it waits for others"
+        pool.slots.free_request(99)
         rank.loop._desk.slots_came_back()
         await cell.until(lambda: cell.tokens(1) and cell.tokens(2))
         for it in (one, other):

@@ -96,7 +96,7 @@ class Sending:
 
     def compute(self, rid: int, span: Span) -> None:
         """The engine writes a layer."""
-        self.pool.allocate(rid, [span])
+        self.pool.slots.allocate(rid, [span])
         kv_thd = torch.ones(span.length, 2, 4)
         self.pool.write(0, rid, span, kv_thd, kv_thd)
 
@@ -121,7 +121,7 @@ def test_kv_is_read_when_the_device_has_written_it(sending: Sending) -> None:
     assert ready.query()
     read = sending.read(1, SPAN)
     # It was copied: the slots may be another request's.
-    sending.pool.free_request(1)
+    sending.pool.slots.free_request(1)
     sending.compute(2, Span(start=0, stop=8))
     with _disable_current_modes():  # the host's
         assert all(bool((x == 1).all()) for x in read)
@@ -152,7 +152,7 @@ def test_slots_are_not_taken_while_they_are_copied(
     assert ready is not None
     assert ready.query()
     kept = sending.read(1, SPAN)
-    sending.pool.free_request(1)
+    sending.pool.slots.free_request(1)
     with pytest.raises(Race):
         sending.compute(2, Span(start=0, stop=8))
     races.current.wait_stream(cast(Any, sending.staging._stream))

@@ -119,7 +119,7 @@ def pool_with_history(
         for share in piece.history:
             if share.instance == case.order[member]:
                 span = slice(share.span.start, share.span.stop)
-                pool.allocate(piece.rid, [share.span])
+                pool.slots.allocate(piece.rid, [share.span])
                 pool.write(0, piece.rid, share.span, k[span], v[span])
     return pool
 

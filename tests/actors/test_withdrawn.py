@@ -109,7 +109,7 @@ def test_only_what_is_wanted_is_computed(gangs: Gangs, case: str) -> None:
         other, rest = ran(gang, job, (0, 3))
     finally:
         for engine in gang.engines:
-            engine.pool.free_request(1)
+            engine.pool.slots.free_request(1)
     assert left + rest == most
     assert 0 < left < rest, "the second piece is the longest"
     assert first.isfinite().all()

@@ -175,7 +175,7 @@ async def test_an_urgent_step_that_finds_no_room_does_not_wait_inside_another(
         urgent = await it.add(5, [0], urgent=True)
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        rank.engine.pool.allocate(RESERVED, [Span(start=0, stop=rank.engine.pool.free)])
+        rank.engine.pool.slots.allocate(RESERVED, [Span(start=0, stop=rank.engine.pool.slots.free)])
         await it.send([urgent], [0])
         doors.second.set()
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
@@ -211,13 +211,13 @@ async def test_urgent_steps_that_have_room_for_one(
         urgent = [await it.add(5, [0], urgent=True) for _ in (0, 1)]
         await it.send([long], [0])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 7)])
+        pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 7)])
         await it.send(urgent, [0])
         await it.prepared(urgent[1])
         doors.second.set()
         await it.cell.until(lambda: it.drawn_order() == urgent[:1])
         assert await asyncio.to_thread(doors.ranks_waiting.acquire, timeout=ANSWER_S)
-        assert pool.free == 2
+        assert pool.slots.free == 2
         rank.loop._kv._free([RESERVED])
         sending_goes_on.set()
         doors.seventh.set()
@@ -243,7 +243,7 @@ async def test_a_step_begins_as_soon_as_there_is_room(tiny_llama: Path) -> None:
     async with line(tiny_llama, 2) as it:
         rank = it.cell.prefill_gang.ranks[0]
         pool = rank.engine.pool
-        pool.allocate(RESERVED, [Span(start=0, stop=pool.free - 4)])
+        pool.slots.allocate(RESERVED, [Span(start=0, stop=pool.slots.free - 4)])
         long = await it.add(80, [0, 1])
         too_long, short = await it.add(5, [0], urgent=True), await it.add(3, [0], urgent=True)
         await it.send([long, too_long, short], [0, 1])

@@ -63,7 +63,7 @@ async def served(model: Path, folder: Path) -> AsyncIterator[RequestService]:
             yield service
             for gang in (prefill, decode):
                 for rank in gang.ranks:
-                    await eventually(lambda pool=rank.engine.pool: not pool.used)
+                    await eventually(lambda pool=rank.engine.pool: not pool.slots.used)
         finally:
             await service.close(0.0)
 

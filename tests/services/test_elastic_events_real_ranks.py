@@ -135,7 +135,7 @@ async def test_no_answer_is_evicted_whatever_the_order(
 
     def checking(stream: Stream, group: Sequence[int] = ()) -> list[int]:
         finished = iterate(stream, group)
-        stream._engine.pool.check_integrity()
+        stream._engine.pool.slots.check_integrity()
         checked[stream._engine.rank] += 1
         return finished
 

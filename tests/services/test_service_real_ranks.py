@@ -99,7 +99,7 @@ class Cell:
         await eventually(lambda: not self.service.counts.prefill_kv)
         await eventually(lambda: not self.service.counts.decode_kv)
         ranks = [rank for gang in self.gangs.values() for rank in gang.ranks]
-        await eventually(lambda: not any(rank.engine.pool.used for rank in ranks))
+        await eventually(lambda: not any(rank.engine.pool.slots.used for rank in ranks))
         self.service.check_integrity()
         self.service.check_health()
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csps.actors.kv_pool import KvPool
 from csps.actors.kv_transfer.delivery import Delivery
+from csps.actors.slot_allocator import SlotAllocator
 from csps.protocols.span import Span
-
-
-def pool_of(tokens: int) -> KvPool:
-    pool = KvPool(layers=1, slots=tokens, kv_heads=1, head_dim=1, dtype=torch.float32, device="cpu")
-    pool.allocate(1, [Span(start=0, stop=tokens)])
-    return pool
 
 
 @given(
@@ -27,13 +20,14 @@ def pool_of(tokens: int) -> KvPool:
 def test_the_end_is_told_once_with_the_first_failure(
     ends: Sequence[str], finished_before: int, unposted: bool
 ) -> None:
-    pool, told, steps = pool_of(4), list[Exception | None](), list[None]()
-    delivery = Delivery(pool, told.append, lambda: steps.append(None))
+    slots, told, steps = SlotAllocator(4), list[Exception | None](), list[None]()
+    slots.allocate(1, [Span(start=0, stop=4)])
+    delivery = Delivery(slots, told.append, lambda: steps.append(None))
     failures = [RuntimeError(str(number)) for number in range(len(ends) + 1)]
     delivery.pin(1, Span(start=0, stop=2))
     delivery.pin(1, Span(start=0, stop=2))
     delivery.pin(1, Span(start=1, stop=4))
-    pool.free_request(1)
+    slots.free_request(1)
     for _ in ends:
         delivery.posted()
     if unposted:
@@ -42,7 +36,7 @@ def test_the_end_is_told_once_with_the_first_failure(
         if number == finished_before:
             delivery.finish()
         assert not told
-        assert pool.used == 4
+        assert slots.used == 4
         if end == "landed":
             delivery.landed()
         else:
@@ -55,5 +49,5 @@ def test_the_end_is_told_once_with_the_first_failure(
     assert told == [failed[0] if failed else None]
     assert delivery.failed == bool(failed)
     assert len(steps) == ends.count("landed")
-    assert pool.used == 0
-    pool.check_integrity()
+    assert slots.used == 0
+    slots.check_integrity()

@@ -131,7 +131,7 @@ def check_pool(receiver: Receiver, k: Tensor, v: Tensor, kept_ht: Tensor | None)
             k_thd, v_thd = receiver.pool.read(layer, RID, span)
             assert torch.equal(k_thd, k[layer, list(span.positions), columns])
             assert torch.equal(v_thd, v[layer, list(span.positions), columns])
-    receiver.pool.check_integrity()
+    receiver.pool.slots.check_integrity()
 
 
 def check_kept(receiver: Receiver, k_thd: Tensor, v_thd: Tensor, kept_ht: Tensor) -> None:

@@ -171,7 +171,7 @@ def test_no_more_is_read_or_sent_than_is_granted(
                 receiver.acknowledge()
             receiver.take()
         while receiver.owed:
-            assert source.pool.used, "somebody may write where KV is still being read"
+            assert source.pool.slots.used, "somebody may write where KV is still being read"
             receiver.acknowledge()
         assert source.sent() is None
         assert source.broken.empty()
@@ -246,7 +246,7 @@ def test_steps_take_turns(spec: ModelSpec) -> None:
     """The layer of a step that was posted last does not wait for all of the one before it."""
     with sending(spec) as (source, (end,)):
         source.send(0)
-        other = Delivery(source.pool, source._sent.put)
+        other = Delivery(source.pool.slots, source._sent.put)
         source.pool.write(
             1, RID, Span(start=0, stop=TOKENS), *(it[1] for it in (source._k, source._v))
         )

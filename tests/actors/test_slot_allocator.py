@@ -1,0 +1,144 @@
+"""Which request has which slots: where they lie, what is refused, what several share."""
+
+from __future__ import annotations
+
+import pytest
+
+from csps.actors.slot_allocator import NotHeld, OutOfSlots, SlotAllocator
+from csps.protocols.errors import from_wire, to_wire
+from csps.protocols.span import Span
+
+
+def span(start: int, stop: int) -> Span:
+    return Span(start=start, stop=stop)
+
+
+# --- layout --------------------------------------------------------------------------------
+
+
+def test_prompt_and_answer_of_one_call_are_one_slice() -> None:
+    slots = SlotAllocator(100)
+    slots.allocate(1, [span(0, 30)])
+    slots.allocate(2, [span(0, 20), span(20, 40)])
+    assert slots.runs(2) == [range(30, 70)]
+    assert slots.runs(2, span(0, 21)) == [range(30, 51)]
+
+
+def test_request_grows_next_to_what_it_has() -> None:
+    slots = SlotAllocator(100)
+    slots.allocate(1, [span(0, 10)])
+    slots.allocate(2, [span(0, 5)])
+    slots.allocate(3, [span(0, 10)])
+    slots.free_request(2)  # leaves the tighter run, which best fit alone would take
+    slots.allocate(3, [span(10, 15)])
+    assert len(slots.runs(3)) == 1
+
+
+def test_best_fit_takes_the_tightest_run() -> None:
+    slots = SlotAllocator(100)
+    for rid, length in enumerate([10, 1, 6, 1, 8, 1]):
+        slots.allocate(rid, [span(0, length)])
+    tight = slots.runs(2)
+    for rid in (0, 2, 4):
+        slots.free_request(rid)
+    slots.allocate(9, [span(0, 6)])
+    assert slots.runs(9) == tight
+
+
+def test_freed_neighbours_coalesce() -> None:
+    slots = SlotAllocator(30)
+    for rid in range(3):
+        slots.allocate(rid, [span(0, 10)])
+    for rid in (0, 2, 1):
+        assert slots.free_request(rid) == 10
+    slots.allocate(5, [span(0, 30)])
+    assert slots.runs(5) == [range(30)]
+
+
+def test_tokens_of_a_striped_request_are_one_slice_with_gaps_in_its_positions() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(position, position + 1) for position in range(0, 24, 3)])
+    assert slots.runs(1) == [range(8)]
+    assert slots.runs(1, span(0, 13)) == [range(5)]
+    assert slots.by_position(1, Span(3, 22, 6)).tolist() == [1, 3, 5, 7]
+
+
+def test_span_looked_up_before_is_right_after_a_change() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(0, 4)])
+    wide = span(0, 6)
+    assert slots.runs(1, wide) == [range(4)]
+    slots.allocate(1, [span(4, 6)])
+    assert slots.runs(1, wide) == [range(6)]
+    slots.free_span(1, span(1, 3))
+    assert slots.runs(1, wide) == [range(1), range(3, 6)]
+    slots.free_request(1)
+    assert slots.runs(1, wide) == []
+
+
+def test_unknown_request_holds_nothing() -> None:
+    slots = SlotAllocator(4)
+    assert slots.free_request(7) == 0
+    assert slots.free_span(7, span(0, 9)) == 0
+    assert slots.tokens(7) == 0
+    assert slots.runs(7) == []
+    slots.drop_shared(7)
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    slots = SlotAllocator(10)
+    slots.allocate(1, [span(0, 6)])
+    with pytest.raises(OutOfSlots, match="5 needed, 4 free") as caught:
+        slots.allocate(2, [span(0, 3), span(5, 7)])
+    assert (caught.value.needed, caught.value.free) == (5, 4)
+    assert slots.tokens(2) == 0
+    assert slots.free == 4
+    slots.check_integrity()
+
+
+def test_out_of_slots_crosses_the_wire() -> None:
+    error = from_wire(to_wire(OutOfSlots(needed=5, free=4)))
+    assert isinstance(error, OutOfSlots)
+    assert (error.needed, error.free) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    "spans", [[span(3, 5)], [span(0, 9)], [span(8, 9), span(4, 5)], [span(6, 8), span(7, 9)]]
+)
+def test_same_position_twice_is_refused(spans: list[Span]) -> None:
+    slots = SlotAllocator(32)
+    slots.allocate(1, [span(2, 6)])
+    with pytest.raises(AssertionError, match="position"):
+        slots.allocate(1, spans)
+    assert slots.used == 4
+    slots.check_integrity()
+
+
+def test_integrity_check_names_a_shared_and_a_lost_slot() -> None:
+    slots = SlotAllocator(8)
+    slots.allocate(1, [span(0, 2)])
+    slots._free.add(range(1, 2))
+    with pytest.raises(AssertionError, match=r"slots \[1\] have other owners"):
+        slots.check_integrity()
+    slots._free.remove(range(3))
+    with pytest.raises(AssertionError, match=r"slots \[2\] have other owners"):
+        slots.check_integrity()
+
+
+# --- what several begin with -----------------------------------------------------------------
+
+
+def test_what_is_not_there_is_not_shared() -> None:
+    slots = SlotAllocator(16)
+    slots.allocate(1, [span(0, 4)])
+    for origin, wanted in ((1, span(2, 5)), (3, span(0, 1))):
+        with pytest.raises(NotHeld, match="does not have it"):
+            slots.share(2, origin, wanted)
+    slots.allocate(2, [span(3, 4)])
+    with pytest.raises(NotHeld, match="has slots for it"):
+        slots.share(2, 1, span(0, 4))
+    assert slots.tokens(2) == 1
+    slots.check_integrity()
