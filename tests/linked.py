@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from csps.services.cluster.attachment import Cluster, KvLink
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.kv_links import KvLink
 
 POLL_S = 0.001
 

@@ -1,4 +1,4 @@
-"""The gangs and the KV link between them, as the directory names them and as long as they live."""
+"""The gangs, as the directory names them and as long as they live, and the KV link between them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from csps.protocols.errors import (
-    ConfigError,
-    CspsError,
-    GangLost,
-    RanksHeld,
-    Superseded,
-)
+from csps.protocols.errors import ConfigError, CspsError, RanksHeld, Superseded
 from csps.protocols.fence import KEEP_ALIVE_S
-from csps.protocols.gang_client import GangClient, together
+from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangRole
-from csps.protocols.messages import ConnectKv, LinkBroken
-from csps.protocols.schema import pack, unpack
+from csps.protocols.messages import LinkBroken
+from csps.protocols.schema import unpack
 from csps.services.cluster.directory import ClusterView, Directory
 from csps.services.cluster.fencing import Fencing
 from csps.services.cluster.generations import Generations
+from csps.services.cluster.kv_links import KvLink, KvLinks
+from csps.services.cluster.reconciler import Reconciler, wait_at_most
 
 _log = logging.getLogger(__name__)
 PAIR: tuple[GangRole, ...] = ("prefill", "decode")
@@ -44,22 +40,6 @@ class ClusterDeadlines:
     """Pause after a failed attempt, unless the directory has news earlier."""
     close_s: float = 5.0
     """For the background tasks to end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvLink:
-    """The KV-transfer connection from a prefill gang to a decode gang, while it stands. An elastic
-    gang is linked to itself, without a connection, as long as it lives."""
-
-    prefill: GangClient
-    decode: GangClient
-    epoch: str
-    """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
-
-    @property
-    def own(self) -> bool:
-        """Of a gang to itself."""
-        return self.prefill is self.decode
 
 
 class ClusterListener(Protocol):
@@ -91,10 +71,7 @@ class ClusterListener(Protocol):
 
 
 class Cluster:
-    """Follows the directory: attaches to gangs that appear and links them, over and over.
-
-    One task follows the directory, another works towards what it says. That one is started over
-    whenever something changes, so an attempt to reach ranks that have vanished holds up nothing.
+    """Attaches to gangs that appear, links them, and keeps them from other routers.
 
     Args:
         roles: of the gangs that serve: a pair, or "elastic" alone.
@@ -110,22 +87,21 @@ class Cluster:
         deadlines: ClusterDeadlines | None = None,
         roles: Sequence[GangRole] = PAIR,
     ) -> None:
-        self._directory, self._roles = directory, tuple(roles)
+        self._roles = tuple(roles)
         self._fencing = Fencing(generations, secret=secret, router_id=router_id)
         self._deadlines = deadlines or ClusterDeadlines()
+        self._reconciler = Reconciler(
+            directory, self._connect, self._attempted, retry_s=self._deadlines.retry_s
+        )
+        self._links = KvLinks(self._link_up, self._link_down, deadline_s=self._deadlines.link_s)
         self._listener: ClusterListener | None = None
-        self._view = ClusterView()
         self._gangs: dict[GangRole, GangClient] = {}
-        self._changed = asyncio.Event()
         self._place_in_doubt = asyncio.Event()
         """A gang was lost just now, or found to be of use or of none."""
         self._model: str | None = None
         """Fingerprint of the last attached gang's."""
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
-        self._links = 0
-        self.link: KvLink | None = None
-        """The current one; None while the cluster is not ready."""
         self.trouble = "not started"
         """Why the cluster is not ready, for logs: it names addresses. `phase` is for clients."""
         self._reported = ""
@@ -136,6 +112,11 @@ class Cluster:
         """Tell `listener` from now on."""
         assert self._listener is None, "a cluster has one listener"
         self._listener = listener
+
+    @property
+    def link(self) -> KvLink | None:
+        """The current one; None while the cluster is not ready."""
+        return self._links.current
 
     @property
     def phase(self) -> str:
@@ -159,8 +140,8 @@ class Cluster:
     async def start(self) -> None:
         """Begin; the listener is told of gangs and links."""
         self._tasks = [
-            asyncio.create_task(self._follow(), name="follow the directory"),
-            asyncio.create_task(self._keep_connected(), name="keep gangs connected"),
+            asyncio.create_task(self._reconciler.follow(), name="follow the directory"),
+            asyncio.create_task(self._reconciler.work(), name="keep gangs connected"),
             asyncio.create_task(self._keep_leases(), name="keep the leases of gangs"),
             asyncio.create_task(self._keep_place(), name="keep the place before newer routers"),
         ]
@@ -180,44 +161,12 @@ class Cluster:
             self._lose(gang, "the router shuts down")
         await self._go_first(False)
 
-    # --- following the directory ---
+    # --- attempts ---
 
-    async def _follow(self) -> None:
-        version = -1
-        while True:
-            try:
-                version, view = await self._directory.wait_change(version)
-            except Exception as exc:  # whatever a directory of another process may raise
-                _log.warning("the directory does not answer: %s", exc)
-                await asyncio.sleep(self._deadlines.retry_s)
-                continue
-            if view != self._view:
-                self._view = view
-                self._changed.set()
-
-    async def _keep_connected(self) -> None:
-        while True:
-            self._changed.clear()
-            await _wait(self._changed, await self._attempt())
-
-    async def _attempt(self) -> float | None:
-        """Work towards the view until done, failed or outdated; returns how long to pause."""
-        work = asyncio.create_task(self._connect())
-        news = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait({work, news}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-            work.cancel()  # changes nothing if it is done
-            await asyncio.wait({work, news})
-        if work.cancelled():
-            return None
-        error = work.exception()
+    def _attempted(self, error: BaseException | None) -> None:
         self._meet_with(_obstacle(error))
-        if error is None:
-            return None
-        self._report(error)
-        return self._deadlines.retry_s
+        if error is not None:
+            self._report(error)
 
     def _meet_with(self, obstacle: str) -> None:
         former, self._obstacle = self._obstacle, obstacle
@@ -231,15 +180,15 @@ class Cluster:
             _log.warning("cluster not ready: %s", error, exc_info=None if expected else error)
         self.trouble = self._reported = trouble
 
-    async def _connect(self) -> None:
+    async def _connect(self, view: ClusterView) -> None:
         if not self._draining:
-            self._drop_replaced()
-            await self._attach_found()
+            self._drop_replaced(view)
+            await self._attach_found(view)
         await self._link_gangs()
 
-    def _drop_replaced(self) -> None:
+    def _drop_replaced(self, view: ClusterView) -> None:
         for gang in list(self._gangs.values()):
-            members = self._view.gang(gang.role)
+            members = view.gang(gang.role)
             if members is None or members.gang_id == gang.gang_id:
                 continue
             # A directory that had to start again may know an older gang before it knows ours.
@@ -248,11 +197,11 @@ class Cluster:
 
     # --- attaching and losing gangs ---
 
-    async def _attach_found(self) -> None:
+    async def _attach_found(self, view: ClusterView) -> None:
         found = [
             GangClient(role, members, self._notified, deadline_s=self._deadlines.attach_s)
             for role in self._roles
-            if role not in self._gangs and (members := self._view.gang(role)) is not None
+            if role not in self._gangs and (members := view.gang(role)) is not None
         ]
         try:
             model = self._model if self._busy else None
@@ -286,7 +235,7 @@ class Cluster:
             self._place_in_doubt.clear()
             usable = self._obstacle != UNUSABLE
             await self._go_first(self._busy and self.link is None and usable and not self._draining)
-            await _wait(self._place_in_doubt, KEEP_ALIVE_S)
+            await wait_at_most(self._place_in_doubt, KEEP_ALIVE_S)
 
     async def _go_first(self, wanted: bool) -> None:
         try:
@@ -298,7 +247,9 @@ class Cluster:
         if self._gangs.get(gang.role) is not gang:
             return
         if method == "link_broken":
-            self._link_broken(gang, unpack(LinkBroken, payload))
+            if reason := self._links.broken(gang, unpack(LinkBroken, payload)):
+                self.trouble = reason
+                self._reconciler.again()
         elif self._listener is not None:
             self._listener.notified(gang, rank, method, payload)
 
@@ -307,13 +258,13 @@ class Cluster:
             return
         del self._gangs[gang.role]
         gang.hang_up(reason)
-        self._unlink(reason)
+        self._links.unmake(reason)
         self.trouble = reason
         _log.warning("lost %s gang %s: %s", gang.role, gang.gang_id, reason)
         if self._listener is not None:
             self._listener.gang_down(gang, reason)
         self._place_in_doubt.set()
-        self._changed.set()
+        self._reconciler.again()
 
     # --- linking ---
 
@@ -325,46 +276,16 @@ class Cluster:
             self.trouble = self._awaited
             return
         prefill, decode = gangs[0], gangs[-1]
-        self._links += 1
-        epoch = f"{self.generation}.{self._links}"
-        if prefill is not decode:
-            await self._connect_gangs(prefill, decode, epoch)
-        if prefill.lost.done() or decode.lost.done():
-            raise GangLost("a gang was lost while it was linked")
-        self._declare_ready(KvLink(prefill=prefill, decode=decode, epoch=epoch))
-
-    async def _connect_gangs(self, prefill: GangClient, decode: GangClient, epoch: str) -> None:
-        _check_agree(prefill, decode)
-        message = pack(_link_message(prefill, decode, epoch))
         self.trouble = f"linking gangs {prefill.gang_id} and {decode.gang_id}"
-        deadline_s = self._deadlines.link_s
-        await together(
-            gang.call_all("connect_kv", message, deadline_s=deadline_s)
-            for gang in (prefill, decode)
-        )
+        await self._links.make(prefill, decode, generation=self.generation)
 
-    def _declare_ready(self, link: KvLink) -> None:
-        self.link, self.trouble, self._reported = link, "", ""
-        _log.info(
-            "ready: gangs %s and %s, epoch %s",
-            link.prefill.gang_id, link.decode.gang_id, link.epoch,
-        )  # fmt: skip
+    def _link_up(self, link: KvLink) -> None:
+        self.trouble, self._reported = "", ""
         if self._listener is not None:
             self._listener.link_up(link)
 
-    def _link_broken(self, gang: GangClient, message: LinkBroken) -> None:
-        """Both gangs may be well: only the connection is made anew."""
-        if self.link is None or message.epoch != self.link.epoch:
-            return
-        reason = f"rank {message.rank} of {gang.role} gang {gang.gang_id} lost {message.reason}"
-        _log.warning("the KV-transfer connection %s is broken: %s", message.epoch, reason)
-        self._unlink(reason)
-        self.trouble = reason
-        self._changed.set()
-
-    def _unlink(self, reason: str) -> None:
-        link, self.link = self.link, None
-        if link is not None and self._listener is not None:
+    def _link_down(self, link: KvLink, reason: str) -> None:
+        if self._listener is not None:
             self._listener.link_down(link, reason)
 
 
@@ -377,36 +298,3 @@ def _obstacle(error: BaseException | None) -> str:
 def _waiting_for(roles: Sequence[GangRole]) -> str:
     named = (f"an {role}" if role == "elastic" else f"a {role}" for role in roles)
     return f"waiting for {' and '.join(named)} gang"
-
-
-def _check_agree(prefill: GangClient, decode: GangClient) -> None:
-    """KV of one gang must mean the same to the other."""
-    ours, theirs = prefill.descriptions[0], decode.descriptions[0]
-    for name in ("model_fingerprint", "layers"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise ConfigError(
-                f"prefill and decode serve different models: {name} "
-                f"{getattr(ours, name)} against {getattr(theirs, name)}"
-            )
-
-
-def _link_message(prefill: GangClient, decode: GangClient, epoch: str) -> ConnectKv:
-    host = decode.descriptions[0]
-    return ConnectKv(
-        epoch=epoch,
-        store_host=host.store_host,
-        store_port=host.store_port,
-        prefill_ranks=prefill.world_size,
-        decode_ranks=decode.world_size,
-        prefill_tp=prefill.tp,
-        decode_tp=decode.tp,
-    )
-
-
-async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for the event, at most that long if a time is given."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -11,7 +11,8 @@ from csps.configurator.csa_limits import check_csa
 from csps.configurator.shapes import AttentionShape
 from csps.protocols.errors import Cancelled, InvalidRequest, QueueFull, RequestError
 from csps.protocols.gang_client import GangClient
-from csps.services.cluster.attachment import Cluster, KvLink
+from csps.services.cluster.attachment import Cluster
+from csps.services.cluster.kv_links import KvLink
 from csps.services.router.attached import AttachedGangs, gang_up
 from csps.services.router.cost_book import CostBook
 from csps.services.router.elastic_events import ElasticEvents

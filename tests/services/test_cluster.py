@@ -16,9 +16,10 @@ from csps.protocols import fence
 from csps.protocols.gang_client import GangClient
 from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.services.cluster import precedence
-from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines, KvLink
+from csps.services.cluster.attachment import STANDBY, UNUSABLE, Cluster, ClusterDeadlines
 from csps.services.cluster.directory import ClusterView, Directory, StaticDirectory
 from csps.services.cluster.generations import Generations, MemoryGenerations
+from csps.services.cluster.kv_links import KvLink
 
 
 @pytest.fixture(autouse=True)
@@ -290,21 +291,6 @@ async def test_a_reset_gang_is_attached_again_under_another_name() -> None:
         await linked(cluster, PATIENCE_S)
         assert len(set(prefill.leader.attached)) == 2
         assert len(decode.leader.attached) == 1
-
-
-async def test_a_directory_that_fails_is_asked_again() -> None:
-    prefill, decode = FakeGang("prefill", "p1"), FakeGang("decode", "d1")
-    good = StaticDirectory(await view_of(prefill, decode))
-    failures = [ConnectionError("gone"), RuntimeError("restarting")]
-
-    class Flaky:
-        async def wait_change(self, version: int) -> tuple[int, ClusterView]:
-            if failures:
-                raise failures.pop()
-            return await good.wait_change(version)
-
-    async with following(Flaky(), prefill, decode) as (cluster, _):
-        await linked(cluster, PATIENCE_S)
 
 
 async def test_notifications_of_a_gang_that_was_left_are_dropped() -> None:

@@ -1,0 +1,112 @@
+"""The KV-transfer connection from the gang that computes prompts to the one that decodes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from csps.protocols.errors import ConfigError, GangLost
+from csps.protocols.gang_client import GangClient, together
+from csps.protocols.messages import ConnectKv, LinkBroken
+from csps.protocols.schema import pack
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLink:
+    """The KV-transfer connection from a prefill gang to a decode gang, while it stands. An elastic
+    gang is linked to itself, without a connection, as long as it lives."""
+
+    prefill: GangClient
+    decode: GangClient
+    epoch: str
+    """`generation.counter`, never used again; KV of another epoch is refused by the ranks."""
+
+    @property
+    def own(self) -> bool:
+        """Of a gang to itself."""
+        return self.prefill is self.decode
+
+
+class KvLinks:
+    """Links two gangs, and again whenever their connection is broken: one link at a time.
+
+    Args:
+        up, down: told when a link stands, and when and why it no longer does.
+        deadline_s: for all ranks of both gangs to form their common process group.
+    """
+
+    def __init__(
+        self,
+        up: Callable[[KvLink], None],
+        down: Callable[[KvLink, str], None],
+        *,
+        deadline_s: float,
+    ) -> None:
+        self._up, self._down, self._deadline_s = up, down, deadline_s
+        self._made = 0
+        self.current: KvLink | None = None
+
+    async def make(self, prefill: GangClient, decode: GangClient, *, generation: int) -> None:
+        """Link two gangs under a new epoch; a gang to itself without asking it.
+
+        Raises:
+            ConfigError: KV of the one means nothing to the other.
+            FaultError: they do not connect, or one of them is gone.
+        """
+        self._made += 1
+        epoch = f"{generation}.{self._made}"
+        if prefill is not decode:
+            _check_agree(prefill, decode)
+            message = pack(_link_message(prefill, decode, epoch))
+            await together(
+                gang.call_all("connect_kv", message, deadline_s=self._deadline_s)
+                for gang in (prefill, decode)
+            )
+        if prefill.lost.done() or decode.lost.done():
+            raise GangLost("a gang was lost while it was linked")
+        self.current = KvLink(prefill=prefill, decode=decode, epoch=epoch)
+        _log.info("ready: gangs %s and %s, epoch %s", prefill.gang_id, decode.gang_id, epoch)
+        self._up(self.current)
+
+    def broken(self, gang: GangClient, message: LinkBroken) -> str | None:
+        """A rank has lost its connection, while both gangs may be well: the link is unmade.
+        Returns why; None if the message is of an earlier link."""
+        if self.current is None or message.epoch != self.current.epoch:
+            return None
+        reason = f"rank {message.rank} of {gang.role} gang {gang.gang_id} lost {message.reason}"
+        _log.warning("the KV-transfer connection %s is broken: %s", message.epoch, reason)
+        self.unmake(reason)
+        return reason
+
+    def unmake(self, reason: str) -> None:
+        """The current link, if there is one, is none any more."""
+        link, self.current = self.current, None
+        if link is not None:
+            self._down(link, reason)
+
+
+def _check_agree(prefill: GangClient, decode: GangClient) -> None:
+    """KV of one gang must mean the same to the other."""
+    ours, theirs = prefill.descriptions[0], decode.descriptions[0]
+    for name in ("model_fingerprint", "layers"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise ConfigError(
+                f"prefill and decode serve different models: {name} "
+                f"{getattr(ours, name)} against {getattr(theirs, name)}"
+            )
+
+
+def _link_message(prefill: GangClient, decode: GangClient, epoch: str) -> ConnectKv:
+    host = decode.descriptions[0]
+    return ConnectKv(
+        epoch=epoch,
+        store_host=host.store_host,
+        store_port=host.store_port,
+        prefill_ranks=prefill.world_size,
+        decode_ranks=decode.world_size,
+        prefill_tp=prefill.tp,
+        decode_tp=decode.tp,
+    )

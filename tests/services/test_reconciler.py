@@ -1,0 +1,102 @@
+"""Attempts follow what the directory says, whatever becomes of the one before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.cluster.directory import ClusterView, Directory, StaticDirectory
+from csps.services.cluster.reconciler import Reconciler
+
+PATIENCE_S = 60.0
+
+
+def view_of(gang_id: str) -> ClusterView:
+    members = GangMembers(gang_id=gang_id, ranks=(RankAddress(rank=0, host="h", port=1),))
+    return ClusterView(elastic=members)
+
+
+FIRST, SECOND = view_of("e1"), view_of("e2")
+Ended = asyncio.Queue[BaseException | None]
+
+
+@asynccontextmanager
+async def reconciling(
+    directory: Directory, reconcile: Callable[[ClusterView], Coroutine[Any, Any, None]]
+) -> AsyncIterator[tuple[Reconciler, Ended]]:
+    """Both tasks of one, and how its attempts ended."""
+    ended: Ended = asyncio.Queue()
+    reconciler = Reconciler(directory, reconcile, ended.put_nowait, retry_s=0.0)
+    tasks = [asyncio.create_task(it()) for it in (reconciler.follow, reconciler.work)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield reconciler, ended
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_news_end_an_attempt_that_would_never_end() -> None:
+    directory, stuck, reached = StaticDirectory(FIRST), asyncio.Event(), asyncio.Event()
+
+    async def reconcile(view: ClusterView) -> None:
+        if view == FIRST:
+            stuck.set()
+            await asyncio.Event().wait()
+        if view == SECOND:
+            reached.set()
+
+    async with reconciling(directory, reconcile):
+        await stuck.wait()
+        directory.publish(SECOND)
+        await reached.wait()
+
+
+async def test_a_failed_attempt_is_told_and_made_again() -> None:
+    failures: list[Exception] = [ConnectionError("gone"), ConnectionError("still gone")]
+    told = failures[::-1]
+
+    async def reconcile(view: ClusterView) -> None:
+        if view == FIRST and failures:
+            raise failures.pop()
+
+    async with reconciling(StaticDirectory(FIRST), reconcile) as (_, ended):
+        errors = []
+        while len(errors) < len(told):
+            if (error := await ended.get()) is not None:
+                errors.append(error)
+        assert errors == told
+        assert await ended.get() is None, "the third attempt was the last one"
+
+
+async def test_what_was_done_is_done_again_when_it_is_undone() -> None:
+    done: asyncio.Queue[ClusterView] = asyncio.Queue()
+
+    async with reconciling(StaticDirectory(FIRST), done.put) as (reconciler, _):
+        while await done.get() != FIRST:
+            pass
+        reconciler.again()
+        assert await done.get() == FIRST
+
+
+async def test_a_directory_that_fails_is_asked_again() -> None:
+    good, failures = StaticDirectory(FIRST), [ConnectionError("gone"), RuntimeError("restarting")]
+    reached = asyncio.Event()
+
+    class Flaky:
+        async def wait_change(self, version: int) -> tuple[int, ClusterView]:
+            if failures:
+                raise failures.pop()
+            return await good.wait_change(version)
+
+    async def reconcile(view: ClusterView) -> None:
+        if view == FIRST:
+            reached.set()
+
+    async with reconciling(Flaky(), reconcile):
+        await reached.wait()
+        assert not failures
