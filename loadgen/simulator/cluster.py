@@ -17,6 +17,8 @@ class InstanceModel:
     location: str
     """Rack-Server-GPU id of its first rank."""
     kv_slots: int
+    cores: int | None = None
+    """Of its server, which all ranks there share; None: each rank has its own."""
 
     @property
     def server(self) -> str:
@@ -78,6 +80,11 @@ class ClusterModel:
     def in_place(self) -> bool:
         """One gang decodes what it prefills, where its KV lies."""
         return self.prefill is self.decode
+
+    @property
+    def shares_cores(self) -> bool:
+        """Ranks slow each other down."""
+        return any(it.cores is not None for it in self.decode.instances)
 
     @property
     def roles(self) -> tuple[GangRole, ...]:

@@ -66,6 +66,8 @@ class Server(Section):
     permissions: Annotated[tuple[Permission, ...], Field(min_length=1)]
     kv_slots: Count
     """Tokens that each rank of an instance can hold."""
+    cores: Count | None = None
+    """Of each, which all of its ranks share; every rank has its own, where nothing is said."""
 
 
 class LinkSection(Section):
@@ -209,6 +211,8 @@ def _gangs(file: ClusterFile) -> tuple[GangModel, GangModel]:
         return gang, gang
     if any(both):
         raise ConfigError("servers: all instances have both permissions, an elastic gang, or none")
+    if any(servers.cores for servers in file.servers):
+        raise ConfigError("servers: cores: only ranks of an elastic gang share them")
     return _gang(file, "prefill", "prefill"), _gang(file, "decode", "decode")
 
 
@@ -226,6 +230,7 @@ def _gang(file: ClusterFile, permission: Permission, role: GangRole) -> GangMode
                 InstanceModel(
                     location=f"{servers.rack}-{number}-{index * servers.tp}",
                     kv_slots=servers.kv_slots,
+                    cores=servers.cores,
                 )
                 for index in range(servers.instances)
             )

@@ -9,7 +9,7 @@ that name no common instance are iterated apart, in groups of their own (`protoc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from csps.loadgen.simulator.decode_batch import IterationLog, Jump, Row, filled, states
@@ -20,6 +20,8 @@ from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Abort, Change, Entry, Iterate, Place, Run
 from csps.services.scheduling.latency import HybridCost
 
+Compute = Callable[[Sequence[int], int, Callable[[], None]], None]
+"""Has instances compute what takes so long alone, and calls back at its end (`cores`)."""
 STREAM, OWNER = 0, 0
 PART_NS = 2_000_000
 """A step can stand still about so often: a block of a layer."""
@@ -58,6 +60,7 @@ class ConductedRanks:
         hybrid: what iterations of so many instances take.
         quantum_ns: a step computes for about so long before a row has its turn.
         gap_ns: between two iterations.
+        compute: how long that takes beside what others compute; None: as long as alone.
         finished: called with each row whose last token was drawn, at the end of the iteration.
         started: called with each rider of whose prompt the first piece begins.
         prefilled: called with each rider that has drawn its first token.
@@ -72,12 +75,14 @@ class ConductedRanks:
         hybrid: Callable[[int], HybridCost],
         quantum_ns: int = 0,
         gap_ns: int = 0,
+        compute: Compute | None = None,
         finished: Callable[[Row], None],
         started: Callable[[Row], None] = lambda _: None,
         prefilled: Callable[[Row], None] = lambda _: None,
         drawn: Callable[[list[Row]], None] = lambda _: None,
     ) -> None:
         self._timeline, self._hybrid, self._gap_ns = timeline, hybrid, gap_ns
+        self._compute = compute or self._alone
         self._finished, self._started = finished, started
         self._prefilled, self._drawn = prefilled, drawn
         self._part_ns = max(PART_NS, quantum_ns // QUANTUM_PARTS)
@@ -222,14 +227,20 @@ class ConductedRanks:
         if task.started_ns < 0:
             task.started_ns = self._timeline.now_ns
             task.started()
+        began_ns = self._timeline.now_ns
         until_ns = task.work_ns * run.until // self._parts(task)
-        took_ns = until_ns - task.done_ns
-        self._timeline.at(
-            self._timeline.now_ns + took_ns, lambda: self._ran(work, run, task, took_ns)
+        self._compute(
+            work.ranks,
+            until_ns - task.done_ns,
+            lambda: self._ran(work, run, task, until_ns, self._timeline.now_ns - began_ns),
         )
 
-    def _ran(self, work: _Work, run: Run, task: Task, took_ns: int) -> None:
-        task.done_ns += took_ns
+    def _alone(self, _instances: Sequence[int], work_ns: int, done: Callable[[], None]) -> None:
+        self._timeline.at(self._timeline.now_ns + work_ns, done)
+
+    def _ran(self, work: _Work, run: Run, task: Task, until_ns: int, took_ns: int) -> None:
+        task.longer_ns += took_ns - (until_ns - task.done_ns)
+        task.done_ns = until_ns
         self._executed(work)
         leader = min(work.ranks)
         self._conductor.ran(leader, work.entry.seq, run.step, run.until, took_ns)
@@ -295,8 +306,10 @@ class ConductedRanks:
         cost = self._hybrid(len(lease.work.ranks))
         now_ns = self._timeline.now_ns
         jump = filled(now_ns, cost, pieces, len(decoding), context, self._gap_ns)
-        self._timeline.at(
-            jump.end_ns(1), lambda: self._iterated(lease, left - 1, jump, decoding, pieces)
+        self._compute(
+            lease.work.ranks,
+            jump.end_ns(1) - now_ns,
+            lambda: self._iterated(lease, left - 1, jump, decoding, pieces),
         )
 
     def _fill(self, rows: list[Row]) -> list[tuple[Row, int]]:

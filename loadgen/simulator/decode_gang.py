@@ -6,6 +6,7 @@ from functools import partial
 
 from csps.loadgen.simulator.cluster import ClusterModel
 from csps.loadgen.simulator.conducted_ranks import ConductedRanks
+from csps.loadgen.simulator.cores import Cores
 from csps.loadgen.simulator.decode_batch import DecodeBatch, Row
 from csps.loadgen.simulator.gang_listener import GangListener
 from csps.loadgen.simulator.held_sequences import HeldSequences
@@ -52,6 +53,7 @@ class DecodeGang:
             hybrid=cluster.hybrid_of,
             quantum_ns=cluster.quantum_ns,
             gap_ns=cluster.iteration_gap_ns,
+            compute=Cores(timeline, cluster.decode).compute if cluster.shares_cores else None,
             finished=self._finished,
             started=self._rider_started,
             prefilled=self._rider_prefilled,

@@ -241,7 +241,8 @@ class PrefillGang:
         if not run.unsent:
             self._keep(run)
         assert run.task is not None
-        self._listener.step_done(step, instance, run.task.work_ns if run.wanted else 0)
+        took_ns = run.task.work_ns + run.task.longer_ns
+        self._listener.step_done(step, instance, took_ns if run.wanted else 0)
         if not run.unsent:
             del self._runs[step]
 

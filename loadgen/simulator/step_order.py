@@ -34,6 +34,8 @@ class Task:
     started_ns: int = -1
     done_ns: int = 0
     """Work done up to `resumed_ns`, or for good while it stands."""
+    longer_ns: int = 0
+    """By how much it took longer, as others computed on the same cores."""
     resumed_ns: int = -1
     """Since when it runs; -1 while it stands."""
     plan: int = 0

@@ -41,6 +41,15 @@ def test_servers_become_gangs_with_places() -> None:
     assert (model.step_gap_ns, model.front_ns) == (3000, 4000)
 
 
+def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
+    server = {"instances": 4, "permissions": ["prefill", "decode"], "kv_slots": 9, "cores": 2}
+    steps, decode = {4: [0, 1e-6, 0, 0]}, {4: [0, 0, 0]}
+    data = {"servers": [server], "latency": {"steps": steps, "decode": decode}}
+    model = parse_cluster(data, name="shared")
+    assert model.shares_cores
+    assert [it.cores for it in model.prefill.instances] == [2] * 4
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -51,6 +60,7 @@ def test_servers_become_gangs_with_places() -> None:
         ({"latency": {"steps": {1: [0, 0, 0, 0]}}}, "no latencies of decode with tp=4"),
         ({"servers": SMALL["servers"][:1]}, "the decode gang has no instances"),
         ({"servers": []}, "servers"),
+        ({"servers": [{**it, "cores": 2} for it in SMALL["servers"]]}, "ranks of an elastic"),
         ({"max_positions": 0}, "max_positions"),
     ],
 )

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 from one_group import OneGroup, cluster
 
-from csps.loadgen.simulator.cluster import ClusterModel
+from csps.loadgen.simulator.cluster import ClusterModel, GangModel, InstanceModel
 from csps.loadgen.simulator.conducted_ranks import PART_NS, ConductedRanks
+from csps.loadgen.simulator.cores import Cores
 from csps.loadgen.simulator.decode_batch import Row
 from csps.loadgen.simulator.kernel import Abandoned, GangFault, Simulator
 from csps.loadgen.simulator.requests import Arrival
@@ -25,10 +26,19 @@ STEP = StepCost.of_seconds(0.0, 1e-3, 0.0, 0.0)
 HYBRID = HybridCost(step=STEP, decode=DecodeCost(small=LINE, large=LINE, tipping_batch=1))
 
 
+def _gang(instances: int, cores: int | None) -> GangModel:
+    return GangModel(
+        instances=tuple(
+            InstanceModel(location=f"0-0-{it}", kv_slots=1, cores=cores) for it in range(instances)
+        ),
+        tp=1,
+    )
+
+
 class Ranks:
     """A gang whose steps and rows are noted."""
 
-    def __init__(self, instances: int = 2) -> None:
+    def __init__(self, instances: int = 2, cores: int | None = None) -> None:
         self.clock = Timeline()
         self.finished: dict[int, int] = {}
         self.prefilled: dict[int, int] = {}
@@ -41,6 +51,7 @@ class Ranks:
             instances,
             hybrid=lambda _: HYBRID,
             quantum_ns=QUANTUM_NS,
+            compute=Cores(self.clock, _gang(instances, cores)).compute,
             finished=lambda row: self._note(self.finished, row.sequence),
             prefilled=lambda row: self._note(self.prefilled, row.sequence),
             drawn=self._drawn,
@@ -102,6 +113,19 @@ def test_a_row_beside_a_long_step_waits_for_three_quanta_at_most() -> None:
     assert sum(it > ITERATION_NS for it in gaps) > 20, "the step was not beside it"
     # Nothing is lost: both together take the time of both.
     assert max(ranks.ended[2][0], ranks.finished[1]) == 3000 * MS + 100 * ITERATION_NS
+
+
+def test_groups_that_share_cores_slow_each_other() -> None:
+    ranks = Ranks(4, cores=2)
+    pair, row = ranks.task(1, (0, 1), 300 * MS), Row(sequence=2, context=1, tokens=10)
+    row.ranks = (2,)
+    ranks.gang.join(row)
+    ranks.run()
+    # Three ranks on two cores: the row's ten iterations take half as long again, and the pair loses
+    # a third of its speed for so long.
+    assert ranks.finished[2] == pytest.approx(15 * ITERATION_NS, abs=100)
+    assert ranks.ended[1][0] == pytest.approx(350 * MS, abs=100)
+    assert pair.longer_ns == ranks.ended[1][0] - 300 * MS
 
 
 def test_an_urgent_step_is_computed_inside_a_long_one() -> None:
