@@ -27,6 +27,7 @@ from csps.services.scheduling.latency import (
     parse_table,
 )
 from csps.services.scheduling.latency_published import PUBLISHED
+from csps.services.scheduling.stored_table import read_latencies
 
 CLUSTERS = Path(__file__).parent / "clusters"
 BITS_PER_BYTE = 8
@@ -100,16 +101,18 @@ class DecodeSection(Section):
 
 
 class Latency(Section):
-    """Where times come from: one of `steps`, `published` and `sib`."""
+    """Where times come from: one of `steps`, `published`, `sib` and `table`."""
 
     steps: dict[Count, tuple[Seconds, Seconds, Seconds, Seconds]] | None = None
     """Seconds of a step on `sp` instances, a + b L + c C L + d L^2 of L tokens after C others."""
     published: str | None = None
     """A table of a paper's steps, by name."""
     decode: dict[Count, tuple[Seconds, Seconds, Seconds] | DecodeSection] | None = None
-    """By number of decode instances; in place of what `sib` has measured."""
+    """By number of decode instances; in place of what `sib` or `table` says."""
     sib: str | None = None
     """A scaling information base that `csps profile` has filled."""
+    table: str | None = None
+    """Of those beside the log of a live router: what it had learned from its own steps by then."""
 
 
 class Kv(Section):
@@ -262,11 +265,14 @@ def _with_links(table: LatencyTable, links: Links) -> LatencyTable:
 
 
 def _table(latency: Latency, name: str, prefill: GangModel, decode: GangModel) -> LatencyTable:
-    given = [key for key in ("steps", "published", "sib") if getattr(latency, key) is not None]
+    sources = ("steps", "published", "sib", "table")
+    given = [key for key in sources if getattr(latency, key) is not None]
     if len(given) != 1:
-        raise ConfigError(f"latency: one of steps, published and sib, not {given or 'none'}")
+        raise ConfigError(f"latency: one of {', '.join(sources)}, not {given or 'none'}")
     if latency.sib is not None:
         table = _measured(Path(latency.sib))
+    elif latency.table is not None:
+        table = read_latencies(Path(latency.table))
     else:
         steps = _steps(latency, prefill.tp)
         table = LatencyTable(name=name, exact="exact", steps=steps)

@@ -11,23 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from csps.protocols.errors import ConfigError
-from csps.protocols.ring_choice import parse_rules
-from csps.services.scheduling.cost import Allowed, Bucket, Costs, CostTable
+from csps.services.scheduling.cost import Costs, CostTable
 from csps.services.scheduling.events import AnyEvent
-from csps.services.scheduling.latency import LatencyTable, parse_table
 from csps.services.scheduling.log import Header, LogWriter, replay
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
-
-
-class _StoredTable(msgspec.Struct, frozen=True, array_like=True):
-    latencies: bytes
-    buckets: list[tuple[Bucket, tuple[Allowed, ...]]]
-    rings: bytes | None = None
-    overhead_ns: int = 0
+from csps.services.scheduling.stored_table import read_stored, stored
 
 
 class DecisionLog:
@@ -51,15 +41,7 @@ class DecisionLog:
 
     def keep(self, table: CostTable) -> None:
         """A table may be put in force from now on."""
-        assert isinstance(table.latencies, LatencyTable), "latencies that cannot be stored"
-        buckets = sorted(table.buckets.items())
-        stored = _StoredTable(
-            table.latencies.canonical,
-            buckets,
-            None if table.rings is None else table.rings.canonical,
-            table.overhead_ns,
-        )
-        (self._tables / table.digest).write_bytes(msgspec.msgpack.encode(stored))
+        (self._tables / table.digest).write_bytes(stored(table))
 
     def close(self) -> None:
         """Write what is left. Idempotent."""
@@ -85,7 +67,7 @@ def replayed(path: Path) -> bytes:
     Raises:
         ConfigError: the file is no log, or a table that it names is missing.
     """
-    store = {it.name: _read_table(it) for it in _tables_beside(path).iterdir()}
+    store = {it.name: read_stored(it) for it in _tables_beside(path).iterdir()}
 
     def scheduler(header: Header) -> Scheduler:
         if header.table_digest not in store:
@@ -103,13 +85,3 @@ def replayed(path: Path) -> bytes:
 
 def _tables_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tables")
-
-
-def _read_table(path: Path) -> CostTable:
-    stored = msgspec.msgpack.decode(path.read_bytes(), type=_StoredTable)
-    return CostTable(
-        latencies=parse_table(stored.latencies),
-        buckets=dict(stored.buckets),
-        rings=None if stored.rings is None else parse_rules(stored.rings),
-        overhead_ns=stored.overhead_ns,
-    )

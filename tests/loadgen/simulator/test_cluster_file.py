@@ -16,8 +16,11 @@ from csps.configurator.scaling_information_base import (
 from csps.loadgen.simulator.cluster_file import CLUSTERS, load_cluster, parse_cluster
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import Piece, RunStep
+from csps.services.scheduling.cost import CostTable
 from csps.services.scheduling.latency import LatencyKey, StepCost
 from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800, TETRIS_TABLE_1
+from csps.services.scheduling.latency_shipped import SHIPPED
+from csps.services.scheduling.stored_table import stored
 
 SMALL: dict[str, Any] = {
     "servers": [
@@ -55,7 +58,7 @@ def test_ranks_of_an_elastic_gang_may_share_the_cores_of_their_server() -> None:
     [
         ({"link": {}}, "unknown key 'link'; did you mean 'links'?"),
         ({"gaps_us": {"stepp": 1}}, "gaps_us: unknown key 'stepp'; did you mean 'step'?"),
-        ({"latency": {"decode": {1: [0, 0, 0]}}}, "one of steps, published and sib"),
+        ({"latency": {"decode": {1: [0, 0, 0]}}}, "one of steps, published, sib, table"),
         ({"latency": {"published": "tetris"}}, "allowed: loongserve-lwm-7b-a800, tetris-llama3"),
         ({"latency": {"steps": {1: [0, 0, 0, 0]}}}, "no latencies of decode with tp=4"),
         ({"servers": SMALL["servers"][:1]}, "the decode gang has no instances"),
@@ -109,6 +112,17 @@ def test_a_step_takes_what_was_measured_with_its_strategy(strategy: str, token_s
         ends_ns=0,
     )
     assert model.step_ns(step) == round((0.1 + 100 * token_s) * 1e9) + model.step_gap_ns
+
+
+def test_latencies_are_those_that_a_router_has_learned(tmp_path: Path) -> None:
+    (tmp_path / "learned").write_bytes(stored(CostTable(latencies=SHIPPED)))
+    servers = [SMALL["servers"][0], {**SMALL["servers"][1], "tp": 1}]
+    data = {"servers": servers, "latency": {"table": str(tmp_path / "learned")}}
+    assert parse_cluster(data, name="learned").table.steps == SHIPPED.steps
+    for damage in (b"", b"no table"):
+        (tmp_path / "learned").write_bytes(damage)
+        with pytest.raises(ConfigError, match="is no table of a router's log"):
+            parse_cluster(data, name="learned")
 
 
 def test_a_missing_cluster_names_those_there_are(tmp_path: Path) -> None:
