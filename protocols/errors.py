@@ -65,6 +65,8 @@ class RequestError(CspsError, ValueError):
     """OpenAI's machine-readable reason."""
     param: str | None = None
     """The field at fault, as a dotted path."""
+    refusal: ClassVar[bool] = False
+    """Nothing is wrong with the request: the server cannot do now what it asks for."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -138,6 +140,7 @@ class BoundNotMet(RequestError):
 
     status = 422
     code = "bound_not_met"
+    refusal = True
 
     def __init__(self, *, ttft_ms: float, loss: float | None) -> None:
         self.ttft_ms, self.loss = ttft_ms, loss
@@ -158,6 +161,7 @@ class QueueFull(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    refusal = True
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -31,9 +31,6 @@ TOKEN_LATENCY_BUCKETS = (
 TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
 """1 token to a million."""
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0)
-BUSY = 429
-"""Statuses from here on are the server's failure to serve, not the client's mistake."""
-
 
 class Load(Protocol):
     """What gauges show of the request service."""
@@ -79,7 +76,9 @@ class Metrics:
         self._generation_tokens = one("generation_tokens", "Tokens drawn.")
         self._success = several("request_success", "Finished requests.", "finished_reason")
         self._failures = several("request_failures", "Requests that ended in an error.", "code")
-        self._refused = several("requests_refused", "Requests that were not admitted.", "code")
+        self._refused = several(
+            "requests_refused", "Requests that the server would not serve.", "code"
+        )
         self._retries = one("request_retries", "Attempts repeated after a fault of the cluster.")
         self._gangs_lost = several("gangs_lost", "Gangs lost with what they held.", "role")
         self._bounds = several(
@@ -135,7 +134,7 @@ class Metrics:
     def refused(self, error: Exception, slo: Slo) -> None:
         """Admission said no. What is the client's own mistake missed no objective."""
         self._refused(code=error_type(error)).inc()
-        if not isinstance(error, RequestError) or error.status >= BUSY:
+        if not isinstance(error, RequestError) or error.refusal:
             self._judge(slo.missed())
 
     def started(self, running: Running) -> None:
@@ -185,7 +184,10 @@ class Metrics:
             self._judge(met)
 
     def failed(self, running: Running, error: Exception) -> None:
-        """The request got an error."""
+        """The request got an error; one that the server will not serve after all was refused."""
+        if isinstance(error, RequestError):
+            self.refused(error, running.generation.slo)
+            return
         self._failures(code=error_type(error)).inc()
         self._count_transfer(error)
         self._judge(running.generation.slo.missed())

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from csps.protocols.errors import GangLost, InvalidRequest, QueueFull, TransferError
+from csps.protocols.errors import (
+    BoundNotMet,
+    GangLost,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    TransferError,
+)
 from csps.protocols.messages import KvLanded, PrefillDone
 from csps.protocols.plans import Objective, Plan
 from csps.protocols.sampling import Sampling
@@ -108,14 +115,27 @@ def test_one_token_has_no_time_per_further_token() -> None:
 
 @pytest.mark.parametrize(
     ("error", "missed"),
-    [(QueueFull("full", retry_after_s=1), 1), (InvalidRequest("no such thing"), 0)],
+    [
+        (QueueFull("full", retry_after_s=1), True),
+        (BoundNotMet(ttft_ms=812.5, loss=0.02), True),
+        (InvalidRequest("no such thing"), False),
+    ],
+    ids=lambda it: type(it).__name__ if isinstance(it, RequestError) else None,
 )
+@pytest.mark.parametrize("admitted", [False, True])
 def test_a_refused_request_missed_its_objectives_unless_it_was_wrong(
-    error: Exception, missed: int
+    error: RequestError, missed: bool, admitted: bool
 ) -> None:
+    """Whether it had been admitted before or not."""
     metrics = Metrics("m")
-    metrics.refused(error, BOUNDS)
+    if admitted:
+        metrics.failed(running(BOUNDS), error)
+    else:
+        metrics.refused(error, BOUNDS)
     assert slo_counts(metrics) == {(name, "false"): 1 for name in ("ttft", "tpot", "all") if missed}
+    code = error.code or type(error).__name__
+    assert value(metrics, "requests_refused_total", code=code) == 1
+    assert not any(name == "csps:request_failures_total" for name, _ in series(metrics))
 
 
 def test_a_failed_request_missed_its_objectives_and_a_cancelled_one_had_none() -> None:
