@@ -1,4 +1,5 @@
-"""The commands of the documents: every line of their `console` blocks, as words."""
+"""The commands of the documents: every line of their `console` blocks, as words, and what the
+tables of docs/benchmarks.md have in their column *command*."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ DOCUMENTS = (
     ROOT / "helm" / "csps" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 )
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+_CODE = re.compile(r"(?<!\[)`([^`]+)`")
 _FENCE = re.compile(r"^ *```(.*)$")
 
 
@@ -53,7 +56,19 @@ def commands() -> list[Documented]:
     for where, kind, lines in fenced():
         if kind == "console":
             found += [Documented(where, words) for words in _commands("\n".join(lines))]
-    return found
+    return found + [
+        Documented(BENCHMARKS.name, words)
+        for _, command, _, _ in benchmark_rows()
+        for code in _CODE.findall(command)
+        for words in _commands(code)
+    ]
+
+
+def benchmark_rows() -> Iterator[list[str]]:
+    """Figure, command, result and duration of each benchmark."""
+    for line in BENCHMARKS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and not line.startswith("| figure |"):
+            yield line.strip("| ").split(" | ")
 
 
 def documented(name: str) -> list[Documented]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from documented_commands import DOCUMENTS, ROOT
+from documented_commands import BENCHMARKS, DOCUMENTS, ROOT, arguments, benchmark_rows, documented
 
 PAPERS = ROOT / "docs" / "papers.md"
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -36,3 +36,24 @@ def test_every_mechanism_has_code_and_a_test_and_numbers_if_measured() -> None:
         assert targets(test, PAPERS), mechanism
         folders = {it.parent.relative_to(ROOT) for it in targets(numbers, PAPERS)}
         assert folders <= {Path("benchmarks/results")}, mechanism
+
+
+def test_every_benchmark_and_every_result_is_on_the_page() -> None:
+    """Named by a command or a link: who adds one adds its row."""
+    folder = ROOT / "benchmarks"
+    linked = set(targets(BENCHMARKS.read_text(encoding="utf-8"), BENCHMARKS))
+    run = {(ROOT / arguments(it)[0]).resolve() for it in documented("python")}
+    whole = {folder / "paced", folder / "testbed"}  # named as a whole
+    files = {*folder.glob("*.*"), *(folder / "results").iterdir()}
+    commands = {it for it in (folder / "paced").glob("*.py") if "add_argument" in it.read_text()}
+    assert sorted(map(str, (files | commands) - linked - run)) == []
+    assert whole <= linked
+
+
+def test_every_figure_has_a_command_a_result_and_a_duration() -> None:
+    rows = list(benchmark_rows())
+    assert len(rows) > 50
+    for figure, command, result, takes in rows:
+        assert command.startswith("`"), figure
+        assert result == "none published" or targets(result, BENCHMARKS), figure
+        assert takes, figure
