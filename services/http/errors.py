@@ -15,6 +15,7 @@ from csps.protocols.openai_responses import error_body
 from csps.protocols.openai_stream import error_event
 
 logger = logging.getLogger(__name__)
+ROUTES = "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"
 
 
 class PayloadTooLarge(RequestError):
@@ -77,9 +78,10 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     what = f"{request.method} {abridged(request.url.path, 200)}"
     refusal: RequestError
     if error.status_code == 405:
-        refusal = MethodNotAllowed(f"{what} is not allowed.")
+        allowed = (error.headers or {}).get("Allow", "another method")
+        refusal = MethodNotAllowed(f"{what} is not allowed: use {allowed}.")
     else:
-        refusal = NoSuchRoute(f"{what} is not served here. See the README for the routes.")
+        refusal = NoSuchRoute(f"{what} is not served here: {ROUTES} are.")
     response = error_response(refusal)
     response.headers.update(error.headers or {})
     return response

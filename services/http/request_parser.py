@@ -214,7 +214,9 @@ class RequestParser:
             longest = room if fit is None else fit.longest_answer(prompt_tokens)
             wanted = max(1, min(self._default_max_tokens, room, longest))
         if wanted > room:
-            raise ContextLengthExceeded(
+            # What the gangs hold may be less than what the model can do.
+            here = None if fit is None else fit.misfit(prompt_tokens, wanted)
+            raise here or ContextLengthExceeded(
                 prompt_tokens=prompt_tokens, output_tokens=wanted, limit=self.max_positions
             )
         if request.min_tokens > wanted:

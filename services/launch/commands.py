@@ -72,7 +72,9 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
+    parser.add_argument(
+        "--config", type=Path, default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}"
+    )
 
 
 def _add_port(parser: argparse.ArgumentParser) -> None:

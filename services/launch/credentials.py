@@ -44,6 +44,18 @@ def cluster_secret() -> ClusterSecret:
     return ClusterSecret(given.encode())
 
 
+def known_keys(path: str | None) -> list[str]:
+    """API keys of the environment and of `path`, one a line; `#` starts a comment.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no key: better than an open server.
+    """
+    keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
+    if path is not None:
+        keys += _keys_of(Path(path).expanduser())
+    return [key for key in keys if key]
+
+
 class ApiKeys:
     """Who may use the server. Holds digests only; without any key the server is open."""
 
@@ -52,15 +64,8 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: str | None) -> ApiKeys:
-        """Keys of the environment and of `path`, one a line; `#` starts a comment.
-
-        Raises:
-            ConfigError: the file cannot be read, or holds no key: better than an open server.
-        """
-        keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",")]
-        if path is not None:
-            keys += _keys_of(Path(path).expanduser())
-        return cls(key for key in keys if key)
+        """As `known_keys` has them."""
+        return cls(known_keys(path))
 
     def check(self, authorization: str | None) -> bytes:
         """Accept `Bearer <key>`; every known key is compared, in constant time.

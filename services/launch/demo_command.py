@@ -16,6 +16,7 @@ from csps.models.needle_prompts.prompt import NeedleConfig, NeedlePrompt, genera
 from csps.models.needle_prompts.questions import is_correct
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.errors import FaultError
+from csps.services.launch.credentials import known_keys
 from csps.services.launch.deploy_config import DeployConfig
 
 PROMPT_TOKENS = 16_384
@@ -72,7 +73,7 @@ def ask(config: DeployConfig, prompt: str) -> Streamed:
     """Stream a greedy completion, echoing it to the terminal.
 
     Raises:
-        FaultError: the server answered with an error.
+        FaultError: there is no server, or it answered with an error.
     """
     body = {
         "model": config.settings.model_name,
@@ -85,21 +86,38 @@ def ask(config: DeployConfig, prompt: str) -> Streamed:
         "csps": {"explain": True},
     }
     streamed = Streamed()
-    url = f"{config.url}/v1/completions"
-    # Not through a proxy of the environment, which may know no way back to this machine.
-    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S, trust_env=False) as response:
-        if not response.is_success:
-            response.read()
-            raise FaultError(f"the server answered {response.status_code}: {response.text}")
-        for chunk in _chunks(response):
+    try:
+        for chunk in _chunks(config, body):
             _take(streamed, chunk)
+    except httpx.ConnectError as error:
+        raise FaultError(f"no server at {config.url} ({error}); `make serve` starts one") from None
+    except httpx.TransportError as error:
+        raise FaultError(f"the connection to {config.url} broke: {error!r}") from None
     return streamed
 
 
-def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+def _chunks(config: DeployConfig, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    # Not through a proxy of the environment, which may know no way back to this machine.
+    with httpx.stream(
+        "POST",
+        f"{config.url}/v1/completions",
+        json=body,
+        headers=_authorization(config),
+        timeout=DEADLINE_S,
+        trust_env=False,
+    ) as response:
+        if not response.is_success:
+            response.read()
+            raise FaultError(f"the server answered {response.status_code}: {response.text}")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def _authorization(config: DeployConfig) -> dict[str, str]:
+    """Of a client that has the first of the server's keys, where there are any."""
+    keys = known_keys(config.settings.api_keys_file)
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def _take(streamed: Streamed, chunk: dict[str, Any]) -> None:
@@ -155,16 +173,19 @@ def plan_lines(report: dict[str, Any]) -> list[str]:
 
 def how_to_go_on(config: DeployConfig) -> str:
     """Lines to copy."""
-    model, url = config.settings.model_name, config.url
+    settings, url = config.settings, config.url
+    model, telemetry = settings.model_name, settings.telemetry
+    traces = telemetry.otlp_endpoint or f"{telemetry.spans_dir} (csps trace list)"
+    key = ' -H "Authorization: Bearer $KEY"' if _authorization(config) else ""
     body = json.dumps({"model": model, "prompt": "The password of", "max_tokens": 16})
     return f"""
 the server keeps running. Ask it more:
 
-  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'
+  curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d '{body}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if key else "none"}")
   print(client.completions.create(model="{model}", prompt="The password of").choices[0].text)
 
-metrics: {url}/metrics    traces: {config.settings.telemetry.spans_dir}
-stop it:  make stop"""
+metrics: {url}/metrics    traces: {traces}
+again:   make demo    stop it: make stop"""

@@ -19,6 +19,7 @@ from csps.services.launch.settings import Settings
 
 IMPORT_PATH = "csps.services.app:build"
 DEFAULT_PORT = 8000
+LAST_PORT = 65_535
 SERVE_DEFAULT_NAME = "default"
 """Of an application that the file gives no name."""
 _RESOLVED = {
@@ -70,7 +71,8 @@ def read_config(path: Path, *, port: int | None = None) -> DeployConfig:
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from None
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"cannot read {path}: {why}") from None
     except yaml.YAMLError as exc:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(exc).split())}") from None
     try:
@@ -89,12 +91,23 @@ def _check(data: Any, port: int | None) -> DeployConfig:
     http = {"host": "127.0.0.1", "port": DEFAULT_PORT, **(data.get("http_options") or {})}
     if port is not None:
         http["port"] = port
+    _check_listening(http)
     args = {
         **(application.get("args") or {}),
         **settings.model_dump(include=_RESOLVED),
     }
     resolved = {**data, "http_options": http, "applications": [{**application, "args": args}]}
     return DeployConfig(data=resolved, settings=settings, host=http["host"], port=http["port"])
+
+
+def _check_listening(http: Mapping[str, Any]) -> None:
+    host, port = http["host"], http["port"]
+    if not isinstance(host, str):
+        raise ConfigError(f"http_options.host: must be a host's address, got {abridged(host)}")
+    if not isinstance(port, int) or not 1 <= port <= LAST_PORT:
+        raise ConfigError(
+            f"http_options.port: must be an integer from 1 to {LAST_PORT}, got {abridged(port)}"
+        )
 
 
 def _check_keys(data: Any) -> None:

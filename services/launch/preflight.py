@@ -21,16 +21,20 @@ def check_python() -> None:
         raise ConfigError(f"Python {want} or newer is needed, this is {have}")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if somebody listens there already."""
+SERVER_PORT = "http_options.port, or `csps serve --port`"
+"""Where the server's port is chosen."""
+
+
+def check_port(host: str, port: int, *, setting: str = SERVER_PORT) -> None:
+    """Raise `ConfigError` if somebody listens there already; `setting` chooses another port."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as exc:
             raise ConfigError(
-                f"port {port} on {host} cannot be used ({exc.strerror}): stop what uses it, "
-                "or choose another one with --port or http_options.port"
+                f"port {port} on {host} cannot be used ({exc.strerror}): stop what uses it, or "
+                f"choose another one ({setting})"
             ) from None
 
 

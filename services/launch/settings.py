@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from csps.protocols.errors import ConfigError, abridged, nearest
 from csps.protocols.gang_members import GangRole
@@ -215,11 +215,17 @@ class SloSettings(Section):
     """From submission to the last token."""
 
 
+def _http_url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError(f"must be a URL that begins with http:// or https://, got {value!r}")
+    return value
+
+
 class TelemetrySettings(Section):
     """Where spans go."""
 
     enabled: bool = True
-    otlp_endpoint: str | None = None
+    otlp_endpoint: Annotated[str, AfterValidator(_http_url)] | None = None
     """OTLP/HTTP traces endpoint, for instance http://127.0.0.1:4318/v1/traces. Unset, it is that of
     OTEL_EXPORTER_OTLP_ENDPOINT, in the environment in which Ray starts."""
     spans_dir: str = "run/traces"
@@ -406,7 +412,7 @@ class Settings(Section):
         for candidate in (Path(self.model).expanduser(), shipped_models() / self.model):
             if (candidate / "config.json").is_file():
                 return candidate.resolve()
-        raise ConfigError(f"model: no config.json in {abridged(self.model, 200)}")
+        raise ConfigError(_no_model(self.model))
 
     @property
     def element_bytes(self) -> int:
@@ -421,6 +427,18 @@ class Settings(Section):
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve())
+
+
+def _no_model(name: str) -> str:
+    """Why there is no such model, and what could be meant."""
+    shown = abridged(name, 200)
+    if Path(name).expanduser().is_dir():
+        return f"model: no config.json in {shown}, so it is no Hugging Face checkpoint"
+    shipped = ", ".join(sorted(it.parent.name for it in shipped_models().glob("*/config.json")))
+    return (
+        f"model: there is no directory {shown}, nor a shipped model of this name ({shipped}); "
+        "csps downloads none"
+    )
 
 
 def shipped_models() -> Path:
@@ -440,9 +458,13 @@ def _check_locations(role: str, locations: Sequence[str], gang: GangSettings) ->
 
 def _one_line(exc: ValidationError) -> str:
     """The first mistake, as `path: what is wrong`, and how many more there are."""
-    errors = exc.errors(include_url=False, include_input=False)
+    errors = exc.errors(include_url=False)
     first = errors[0]
     where = ".".join(str(part) for part in first["loc"])
-    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":  # one of ours, which says it all
+        what = first["msg"].removeprefix("Value error, ")
+    else:
+        rule = first["msg"].partition(", unable")[0].replace("Input should be", "must be")
+        what = f"{rule}, got {abridged(first['input'])}"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{where}: {what}{more}" if where else f"{what}{more}"

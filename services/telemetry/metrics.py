@@ -32,6 +32,7 @@ TOKEN_COUNT_BUCKETS = tuple(float(4**power) for power in range(11))
 """1 token to a million."""
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0)
 
+
 class Load(Protocol):
     """What gauges show of the request service."""
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
 
 import pytest
+from free_ports import free_port
 
 from csps.models.needle_prompts.prompt import NeedleConfig, generate
-from csps.services.launch.demo_command import Streamed, summary
+from csps.protocols.errors import FaultError
+from csps.services.launch.demo_command import Streamed, ask, how_to_go_on, summary
+from csps.services.launch.deploy_config import read_config
 
+CONFIG = Path(__file__).resolve().parents[2] / "config.yaml"
 REPORT = {
     "plan": {"attention": "exact", "strategy": "ring_kv", "reason": "short"},
     "placement": {
@@ -34,3 +41,39 @@ def test_reused_kv_is_told_beside_the_time_that_it_saved(cached: int) -> None:
     times = next(number for number, line in enumerate(lines) if "first token: 1.50 s" in line)
     assert ("KV of 64 tokens" in lines[times + 1]) == bool(cached)
     assert ("earlier request" in json.dumps(lines)) == bool(cached)
+
+
+def test_without_a_server_it_says_how_to_have_one() -> None:
+    with pytest.raises(FaultError, match=r"no server at http://127.0.0.1:\d+ .*`make serve`"):
+        ask(read_config(CONFIG, port=free_port()), "hello")
+
+
+class _Guarded(BaseHTTPRequestHandler):
+    """Answers whoever has the key, and breaks off in the middle."""
+
+    def do_POST(self) -> None:
+        known = self.headers["Authorization"] == "Bearer one"
+        self.send_response(200 if known else 401)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n')
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_it_has_the_servers_key_and_a_broken_connection_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CSPS_API_KEYS", "one,two")
+    server = HTTPServer(("127.0.0.1", 0), _Guarded)
+    thread = Thread(target=server.handle_request)
+    thread.start()
+    config = read_config(CONFIG, port=server.server_port)
+    try:
+        with pytest.raises(FaultError, match=r"the connection to .* broke"):
+            ask(config, "hello")
+    finally:
+        thread.join(30)
+        server.server_close()
+    assert "Bearer $KEY" in how_to_go_on(config)

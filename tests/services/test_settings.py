@@ -19,12 +19,19 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
     [
         ({"prefil": {}}, "unknown setting 'prefil'; did you mean 'prefill'?"),
         ({"prefill": {"instnces": 2}}, "prefill: unknown setting 'instnces'; did you mean"),
-        ({"prefill": {"instances": "two"}}, "prefill.instances: Input should be a valid integer"),
-        ({"decode": {"instances": 0}}, "decode.instances: Input should be greater than or equal"),
-        ({"dtype": "f32"}, "dtype: Input should be 'float32'"),
-        ({"quantum_ms": 0}, "quantum_ms: Input should be greater than 0"),
-        ({"telemetry": {"sample": 2}}, "telemetry.sample: Input should be less than or equal"),
-        ({"telemetry": {"timeline_sample": -1}}, "telemetry.timeline_sample: Input should"),
+        (
+            {"prefill": {"instances": "two"}},
+            "instances: must be a valid integer, got 'two'",
+        ),
+        ({"decode": {"instances": 0}}, "decode.instances: must be greater than or equal"),
+        ({"dtype": "f32"}, "dtype: must be 'float32'"),
+        ({"quantum_ms": 0}, "quantum_ms: must be greater than 0, got 0"),
+        ({"telemetry": {"sample": 2}}, "telemetry.sample: must be less than or equal"),
+        (
+            {"telemetry": {"otlp_endpoint": "localhost"}},
+            "telemetry.otlp_endpoint: must be a URL that begins with http:// or https://",
+        ),
+        ({"telemetry": {"timeline_sample": -1}}, "telemetry.timeline_sample: must"),
         ({"topology": {"prefill": ["0-0-0"]}}, "1 locations for a gang of 2 ranks; allowed is one"),
         ({"topology": {"decode": ["0-0-0"] * 3}}, "topology.decode: 3 locations for a gang of 2"),
         (
@@ -37,7 +44,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"prefill": {"tp": 2, "instances": 1}, "topology": {"prefill": ["0-0-0", "0-1-0"]}},
             "topology.prefill: ranks 0 to 1 are one instance, but rank 0 is at 0-0-0 and rank 1",
         ),
-        ({"decode": {"prefill_tokens_max": -1}}, "decode.prefill_tokens_max: Input should be"),
+        ({"decode": {"prefill_tokens_max": -1}}, "decode.prefill_tokens_max: must be"),
         (
             {"scheduling": {"prefill_tokens_max": 9}},
             "scheduling: prefill_tokens_max stands under decode, not under scheduling",
@@ -50,8 +57,8 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"decode": {"prefill_tokens_max": 9}, "kv_reuse": {"enabled": False}},
             "decode.prefill_tokens_max: kv_reuse.enabled is false, so nothing is kept",
         ),
-        ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: Input should be greater than or"),
-        ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: Input should be a fini"),
+        ({"topology": {"link_ratio": 0.5}}, "topology.link_ratio: must be greater than or"),
+        ({"topology": {"link_ratio": float("inf")}}, "topology.link_ratio: must be a fini"),
         ({"scheduling": {"polcy": "csps"}}, "has no option 'polcy'; did you mean 'policy'?"),
         (
             {"scheduling": {"policy": "fixed_sp", "short_tokens": 5}},
@@ -66,7 +73,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"scheduling": {"max_batch": 0}},
             "scheduling: option max_batch must be at least 1, not 0",
         ),
-        ({"deadlines": {"landing_s": float("inf")}}, "deadlines.landing_s: Input should be a fini"),
+        ({"deadlines": {"landing_s": float("inf")}}, "deadlines.landing_s: must be a fini"),
         (
             {"elastic": {}},
             "scheduling: policy csps cannot use an elastic gang: csps, fixed_sp and tetris need "
@@ -86,7 +93,7 @@ ELASTIC = {"elastic": {"instances": 2}, "scheduling": {"policy": "chunked_prefil
             {"scheduling": {"policy": "chunked_prefill", "token_budget": 63}},
             "scheduling: option token_budget must be at least max_batch, 64, not 63",
         ),
-        ([], "Input should be a valid dictionary"),
+        ([], "must be a valid dictionary"),
     ],
 )
 def test_a_mistake_is_one_line(args: Any, message: str) -> None:
@@ -124,7 +131,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
+    with pytest.raises(ConfigError, match=r"there is no directory .*nowhere"):
         Settings(model=str(tmp_path / "nowhere")).resolved()
 
 

@@ -73,10 +73,18 @@ def _parser() -> argparse.ArgumentParser:
     show = actions.add_parser("show", help="one request as a waterfall")
     timeline = actions.add_parser("timeline", help="one request as a file for Perfetto")
     timeline.add_argument("--out", type=Path, default=Path("timeline.json"))
-    ui = actions.add_parser("ui", help="a server whose traces are in Phoenix, in the browser")
-    ui.add_argument("--phoenix", type=Path, default=PHOENIX, help="the program")
-    ui.add_argument("--port", type=int, default=6006, help="of Phoenix")
-    ui.add_argument("--config", type=Path, default=Path("config.yaml"), help="of the server")
+    ui = actions.add_parser(
+        "ui",
+        help="a server whose traces are in Phoenix, in the browser",
+        description="Start Phoenix and a server that sends its traces there (`make trace-ui`).",
+    )
+    ui.add_argument("--phoenix", type=Path, default=PHOENIX, help=f"the program ({PHOENIX})")
+    ui.add_argument(
+        "--port", type=int, default=6006, help="of Phoenix, which takes the next one too (6006)"
+    )
+    ui.add_argument(
+        "--config", type=Path, default=Path("config.yaml"), help="of the server (config.yaml)"
+    )
     ui.add_argument("--no-demo", action="store_true", help="do not send a first request")
     for one in (show, timeline):
         one.add_argument(

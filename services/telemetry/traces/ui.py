@@ -14,7 +14,10 @@ import httpx
 import yaml
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
+from csps.services.launch.preflight import check_port
 
+HOST = "127.0.0.1"
+CHOOSING = '`make trace-ui ARGS="--port 6010"`, which takes 6011 as well'
 START_DEADLINE_S = 180.0
 """Phoenix makes its database first."""
 STOP_DEADLINE_S = 20.0
@@ -26,13 +29,15 @@ def phoenix(program: Path, *, port: int, run_dir: Path) -> Iterator[str]:
     """Run Phoenix; gives its URL when it listens, and ends it afterwards.
 
     Raises:
-        ConfigError: the program cannot be started.
+        ConfigError: the program cannot be started, or somebody else listens on a port of it.
         FaultError: it ended at once; the message names its log.
         DeadlineExceeded: it does not come up.
     """
+    for wanted in (port, grpc_port(port)):  # or an answer could be that of another viewer
+        check_port(HOST, wanted, setting=CHOOSING)
     folder = (run_dir / "phoenix").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    url, log = f"http://127.0.0.1:{port}", folder / "phoenix.log"
+    url, log = f"http://{HOST}:{port}", folder / "phoenix.log"
     with log.open("wb") as out:
         try:
             process = subprocess.Popen(
@@ -52,14 +57,19 @@ def phoenix(program: Path, *, port: int, run_dir: Path) -> Iterator[str]:
                 process.wait()
 
 
+def grpc_port(port: int) -> int:
+    """Of the viewer that listens on `port`."""
+    return port + 1
+
+
 def _environment(folder: Path, port: int) -> dict[str, str]:
     """Loopback only, and nothing is fetched from or told to anybody."""
     return {
         **os.environ,
         "PHOENIX_WORKING_DIR": str(folder),
-        "PHOENIX_HOST": "127.0.0.1",
+        "PHOENIX_HOST": HOST,
         "PHOENIX_PORT": str(port),
-        "PHOENIX_GRPC_PORT": str(port + 1),
+        "PHOENIX_GRPC_PORT": str(grpc_port(port)),
         "PHOENIX_TELEMETRY_ENABLED": "false",
         "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
     }

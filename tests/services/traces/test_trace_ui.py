@@ -61,6 +61,21 @@ def test_a_viewer_that_does_not_start_names_its_log(tmp_path: Path) -> None:
         raise AssertionError("it has not started")
 
 
+@pytest.mark.parametrize("which", ["browser", "grpc"])
+def test_a_viewer_of_somebody_else_is_neither_used_nor_ended(tmp_path: Path, which: str) -> None:
+    """Though it answers as ours would."""
+    others = free_port()
+    port = others if which == "browser" else others - 1
+    viewer = program(tmp_path, STAND_IN)
+    with phoenix(viewer, port=others, run_dir=tmp_path / "theirs") as url:
+        with (
+            pytest.raises(ConfigError, match=rf"port {others} on 127.0.0.1 cannot be used"),
+            phoenix(viewer, port=port, run_dir=tmp_path / "ours"),
+        ):
+            raise AssertionError("it has not started")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
 def test_the_server_is_the_same_but_for_its_endpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     made = pointed_at(ROOT / "config.yaml", "http://127.0.0.1:6006", run_dir=tmp_path / "run")
