@@ -1,7 +1,8 @@
 """The last layer of a step, of which only single rows are needed: those that a token is drawn from.
 
-Their queries go to where the KV of their sequences lies (`query_exchange`), which saves the last
-layer's attention and MLP.
+Their queries go to where the KV of their sequences is (`query_exchange`), which saves the last
+layer's attention and MLP. Rows that the step computes are attended to where they were computed,
+whoever keeps them: a member that keeps some of each other's has its own scattered over its pool.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from csps.actors.announce import token_drawn
 from csps.actors.engine.engine import Engine
-from csps.actors.engine.moves import stored_of
+from csps.actors.engine.moves import Rows
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.mesh import Tag
 from csps.actors.sampler_request import drawn_before, sampler_of
@@ -23,22 +24,18 @@ from csps.actors.strategies.query_exchange import (
     QueryRoutes,
     exchange_queries,
 )
-from csps.kernels.attention import attention
+from csps.kernels.decode_attention import Run, SlotRuns, decode_attention
 from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError
 from csps.protocols.prefill_job import PrefillPiece
-from csps.protocols.span import Span
 from csps.protocols.tokens import TokenDrawn
 
 Fail = Callable[[int, CspsError], None]
 """(sequence, why it cannot go on)"""
-LooseKv = dict[int, tuple[Tensor, Tensor]]
-"""By sequence, keys and values of the last layer that are in no pool: they are kept elsewhere, and
-are on their way there."""
 
 
 def draw_first_tokens(
-    engine: Engine, group: SpGroup, x_td: Tensor, q_thd: Tensor, loose: LooseKv, fail: Fail
+    engine: Engine, group: SpGroup, x_td: Tensor, q_thd: Tensor, own: Rows, fail: Fail
 ) -> list[TokenDrawn]:
     """Tokens that this rank draws, by a step that is about to end.
 
@@ -47,36 +44,32 @@ def draw_first_tokens(
     Args:
         x_td: the residual stream of own rows, at the last layer.
         q_thd: their queries there.
-        loose: KV of own rows there; all other KV is in the pools.
+        own: their keys and values there; those of history are in the pools.
         fail: told of sequences whose token cannot be drawn.
     """
-    own = [(piece, row) for piece, row, owner in _last_rows(group) if owner == group.member]
-    rows = [row for _, row in own]
-    out_thd = _last_attention(engine, group, q_thd[rows], loose)
-    if not own:
+    drawing = [(piece, row) for piece, row, owner in _last_rows(group) if owner == group.member]
+    rows = [row for _, row in drawing]
+    out_thd = _last_attention(engine, group, q_thd[rows], own)
+    if not drawing:
         return []
     x_td = engine.network.layers[-1].finish(x_td[rows], out_thd.to(q_thd.dtype))
     if engine.tp_rank:
         return []
     logits_tv = engine.network.logits(x_td)
-    return _draw(engine, [group.job.pieces[index] for index, _ in own], logits_tv, fail)
+    return _draw(engine, [group.job.pieces[index] for index, _ in drawing], logits_tv, fail)
 
 
-def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseKv) -> Tensor:
-    """Attention of the own last rows over KV wherever in the group it lies."""
-    last_layer = engine.spec.layers - 1
+def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, own: Rows) -> Tensor:
+    """Attention of the own last rows over KV wherever in the group it is."""
     routes, pieces = _last_row_routes(group)
 
     def partial(peer: int | None, q_rhd: Tensor) -> tuple[Tensor, Tensor]:
         asked = [group.job.pieces[index] for index in pieces[peer]]
-        held = [
-            RequestSlots(engine.pool, it.rid, [last_layer], _written(group, it)) for it in asked
-        ]
-        out_rhd, lse_rh = engine.attend_rows(last_layer, q_rhd, HeldRows(held))
-        for row, piece in enumerate(asked):
-            if piece.rid in loose:
-                seen = _all_seen(engine, q_rhd[row : row + 1], *loose[piece.rid])
-                merge_into(out_rhd[row : row + 1], lse_rh[row, :, None], *seen)
+        runs = SlotRuns(len(asked), list(_computed(group, asked)))
+        out_rhd, lse_rh = decode_attention(q_rhd, *own, runs, scale=engine.spec.scale)
+        if any(group.history_of(it, group.member) for it in asked):
+            held_rhd, held_rh = _history(engine, group, asked, q_rhd)
+            merge_into(out_rhd, lse_rh.T, held_rhd, held_rh.T)
         return out_rhd, lse_rh
 
     tags = Tag.LAST_ROW_QUERY, Tag.LAST_ROW_PARTIAL
@@ -85,16 +78,24 @@ def _last_attention(engine: Engine, group: SpGroup, q_thd: Tensor, loose: LooseK
     return exchange_queries(q_thd, meeting, partial)
 
 
-def _written(group: SpGroup, piece: PrefillPiece) -> list[Span]:
-    """What this member has of a piece's KV in its pool. Slots for what comes from others are there
-    as well, and are not written yet."""
-    stored = [it.span for it in stored_of(group) if it.piece is piece]
-    return [*group.history_of(piece, group.member), *stored]
+def _computed(group: SpGroup, pieces: Sequence[PrefillPiece]) -> Iterator[Run]:
+    """By the place of each piece, which of this member's rows are the piece's: neighbours."""
+    for place, piece in enumerate(pieces):
+        rows = [part.rows for part in group.local if part.piece is piece]
+        if rows:
+            yield place, rows[0].start, rows[-1].stop
 
 
-def _all_seen(engine: Engine, q_rhd: Tensor, k_nhd: Tensor, v_nhd: Tensor) -> tuple[Tensor, Tensor]:
-    scale = engine.spec.scale
-    return attention(q_rhd, k_nhd, v_nhd, q_positions=None, k_positions=None, scale=scale)
+def _history(
+    engine: Engine, group: SpGroup, pieces: Sequence[PrefillPiece], q_rhd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to what this member has held of each row's piece since before the step."""
+    last = engine.spec.layers - 1
+    held = [
+        RequestSlots(engine.pool, it.rid, [last], group.history_of(it, group.member))
+        for it in pieces
+    ]
+    return engine.attend_rows(last, q_rhd, HeldRows(held))
 
 
 def _draw(

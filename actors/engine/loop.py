@@ -23,11 +23,12 @@ from torch import Tensor
 from csps.actors.announce import Notify
 from csps.actors.engine.departures import Departures
 from csps.actors.engine.engine import Engine
-from csps.actors.engine.first_tokens import LooseKv, draw_first_tokens
+from csps.actors.engine.first_tokens import draw_first_tokens
 from csps.actors.engine.kv_reclaim import KvReclaim
 from csps.actors.engine.log_end import LogEnd
 from csps.actors.engine.logged_step import LoggedStep
 from csps.actors.engine.move_run import MoveRun
+from csps.actors.engine.moves import Rows
 from csps.actors.engine.step_desk import StepDesk
 from csps.actors.engine.step_reports import StepReports
 from csps.actors.engine.step_run import StepRun
@@ -332,9 +333,9 @@ class EngineLoop:
         with self._changing:
             self.stream.end_owner(owner)
 
-    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor, loose: LooseKv) -> None:
+    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor, own: Rows) -> None:
         fail = self._reports.failed
-        self._reports.drawn(draw_first_tokens(self._engine, run.group, x_td, q_thd, loose, fail))
+        self._reports.drawn(draw_first_tokens(self._engine, run.group, x_td, q_thd, own, fail))
 
     # --- the stream ------------------------------------------------------------------------
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
-from csps.actors.engine.first_tokens import LooseKv
 from csps.actors.engine.log_turns import LogTurns, StepAborted
-from csps.actors.engine.moves import KvMover, history_moves, row_moves, stored_of
+from csps.actors.engine.moves import KvMover, Rows, history_moves, row_moves, stored_of
 from csps.actors.job_clock import JobClock
 from csps.actors.layout import LocalPiece
 from csps.actors.sent_bytes import SentBytes
@@ -39,7 +38,6 @@ from csps.actors.transfers import Transfers
 from csps.models.network import Layer
 from csps.protocols.balance import balanced
 from csps.protocols.log_entries import Run
-from csps.protocols.placement import rest_of
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.span import Span
 
@@ -47,7 +45,7 @@ SendKv = Callable[[int, LocalPiece, Tensor | None], None]
 """(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
 all): send it to where the piece is to go."""
 
-Draw = Callable[["StepRun", Tensor, Tensor, LooseKv], None]
+Draw = Callable[["StepRun", Tensor, Tensor, Rows], None]
 
 
 class StepRun:
@@ -144,8 +142,7 @@ class StepRun:
 
         Args:
             send: takes what is decoded elsewhere.
-            draw: takes the residual stream, the queries of the last layer, and the keys and values
-                there that are not in the pool.
+            draw: takes the residual stream, and of the last layer queries, keys and values.
         """
         self.clock.started = time.monotonic()
         self.sent = SentBytes(self._engine.mesh)
@@ -203,7 +200,7 @@ class StepRun:
                     q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
                 self._keep(send, _nothing_offered, index, k_thd, v_thd)
                 with self.clock.timeline.phase("last rows", layer=index):
-                    draw(self, x_td, q_thd, self._loose(k_thd, v_thd))
+                    draw(self, x_td, q_thd, (k_thd, v_thd))
         self.turns.end(self.parts.total)
 
     def _begin_layer(self, index: int) -> None:
@@ -266,22 +263,6 @@ class StepRun:
         self.placing.start(index, (k_thd, v_thd), partial(offered, index))
         if index + 1 < self._engine.spec.layers:
             self._balancing.start(index + 1)
-
-    def _loose(self, k_thd: Tensor, v_thd: Tensor) -> LooseKv:
-        """Keys and values of own rows that have no slots here."""
-        found: LooseKv = {}
-        for piece in self.group.job.pieces:
-            stored = [it.span for it in self._stored if it.piece is piece]
-            rows = [
-                part.within(span).rows
-                for part in self.group.local
-                if part.piece is piece
-                for span in rest_of(part.span, stored)
-            ]
-            if piece.last and rows:
-                k_nhd, v_nhd = (torch.cat([it[at] for at in rows]) for it in (k_thd, v_thd))
-                found[piece.rid] = k_nhd, v_nhd
-        return found
 
 
 def _nothing_offered(layer: int, member: int) -> Collection[int]:

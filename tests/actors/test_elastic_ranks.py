@@ -31,9 +31,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from riders import reserve_riding, ride
+from torch import Tensor
 
 from csps.actors.engine.stream import Stream
 from csps.actors.process_group import GroupMaker
+from csps.kernels import cpu_decode
+from csps.kernels.decode_attention import SlotRuns
 from csps.protocols.conducting.streams import LEASES
 from csps.protocols.errors import ProtocolError
 from csps.protocols.messages import KvLanded
@@ -62,6 +65,31 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
         assert not any(cell.prefill_gang.ranks[0].engine.mesh.bytes_sent[3:])
         await cell.freed(1)
         cell.check_idle()
+
+
+async def test_the_first_token_sees_rows_where_they_were_computed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps them: the one who does has every third of its pool's slots for its own, and to
+    attend to slots one by one took longer than all else that scaling down takes."""
+    runs_of_calls: list[int] = []
+    attend = cpu_decode.decode_attention
+
+    def counted(
+        q_rhd: Tensor, k_shd: Tensor, v_shd: Tensor, runs: SlotRuns, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        runs_of_calls.append(len(runs.runs))
+        return attend(q_rhd, k_shd, v_shd, runs, scale)
+
+    monkeypatch.setattr(cpu_decode, "decode_attention", counted)
+    async with elastic_cell(tiny_llama, 3) as cell:
+        request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
+        await cell.reserve(request)
+        piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
+        job = job_of([piece], [0, 1, 2], strategy="ring_kv")
+        await cell.prefilled(cell.submit(job, request.prompt))
+        assert runs_of_calls == [1, 1, 1]
+        assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
 
 
 async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
