@@ -24,7 +24,11 @@ class JobClock:
     count that the host waited for."""
     yielded_s: float = 0.0
     """What else the log had this rank do before the job went on."""
+    last_layer_s: float = 0.0
+    """From the beginning of the last layer, in which nothing circulates, until what moved in it had
+    arrived."""
     timeline: Timeline = field(default_factory=lambda: Timeline(on=False))
+    _last_layer: float = 0.0
     _exchanges: list[tuple[int, int]] = field(default_factory=list)
 
     @contextmanager
@@ -66,6 +70,14 @@ class JobClock:
             yield
         finally:
             self.yielded_s += time.monotonic() - begin
+
+    def begin_last_layer(self) -> None:
+        """All layers before it are computed."""
+        self._last_layer = time.monotonic() - self.yielded_s
+
+    def end_last_layer(self) -> None:
+        """Nothing is left to do for the job."""
+        self.last_layer_s = time.monotonic() - self.yielded_s - self._last_layer
 
     @property
     def queue_s(self) -> float:

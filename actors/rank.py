@@ -263,6 +263,8 @@ class Rank:
             waiting=loop.waiting,
             iterations=loop.stream.iterations,
             iterating_s=loop.stream.iterating_s,
+            exchange_s=loop.stream.exchanges.under_way_s,
+            communication_s=loop.stream.exchanges.waited_s,
         )
 
     async def _connect_kv(self, payload: Any, peer: Peer) -> None:

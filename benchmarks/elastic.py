@@ -3,14 +3,18 @@
     python benchmarks/elastic.py [--instances 4] [--lengths 2048 8192] [--json FILE]
 
 - *scale-down*: a prompt that all instances compute in a ring, kept where it was computed and kept
-  by one of them, in turns: what the second takes longer is the cost (proactive, LoongServe §4.1).
-  Beside it how long the ranks read, sent, awaited and stored what they do not keep, and the same
-  prompt moved to one instance afterwards, while it decodes (reactive)
+  by one of them, in turns: what the second takes longer is the cost (proactive, LoongServe §4.1),
+  in layers that circulate and in the last one, which does not. Beside it what ranks say of it:
+  storing what comes by, what moves in the last layer and is awaited there, how much longer they
+  wait for one another in all, and how much more processor time they take in all pairs together.
+  And the same prompt moved to one instance afterwards, while it decodes (reactive)
 - *preemption*: time between the tokens of a row that decodes on an instance, alone and beside a
   prompt that all instances compute
 - *decoding*: an iteration of batches that lie on one instance; the same once it has scaled up, so
   that two draw and keep the answers and no prompt has moved; and batches every prompt of which lies
-  on two instances by halves, drawn by one master and by two
+  on two instances by halves, drawn by one master and by two. Of the time in which queries and
+  their answers are under way the share in which those who asked computed (hidden), as spans
+  `decode.rank` have it of a request
 - *Eq. 7*: LoongServe's time of a prefill iteration, fitted to some steps of one, two and all
   instances and compared with others
 
@@ -27,12 +31,13 @@ import secrets
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import report
 
 from csps.actors.rank_config import RankConfig
@@ -109,20 +114,31 @@ async def _measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, list[
 
 async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row:
     found = defaultdict(list)
+    processor_s = {"kept": 0.0, "down": 0.0}
+    await gang.prefill(length, gang.everyone, [0])  # the pool's memory is used for the first time
     for _ in range(args.pairs):
-        kept = _seconds(await gang.prefill(length, gang.everyone, gang.everyone))
+        began = _processor_s()
+        kept = await gang.prefill(length, gang.everyone, gang.everyone)
+        between = _processor_s()
         down = await gang.prefill(length, gang.everyone, [0])
-        found["prefill_s"].append(kept)
-        found["scale_down_share"].append(_seconds(down) / kept - 1)
-        found["placing_share"].append(max(it.placing_s for it in down) / _seconds(down))
-        found["scale_down_bytes"].append(sum(it.placed_bytes for it in down))
+        processor_s["kept"] += between - began
+        processor_s["down"] += _processor_s() - between
+        for name, figure in _compared(kept, down).items():
+            found[name].append(figure)
     for _ in range(args.rounds):
         row, done = await gang.decode(length, gang.everyone, gang.everyone)
         moved = await gang.move(row, length, gang.everyone, [0])
         await gang.forget([row])
         found["migrate_share"].append(max(it.seconds for it in moved) / _seconds(done))
         found["migrate_bytes"].append(sum(it.sent_bytes for it in moved))
-    return {"tokens": length, **_medians(found)}
+    longer = processor_s["down"] / processor_s["kept"] - 1
+    return {"tokens": length, **_medians(found), "processor_share": longer}
+
+
+def _processor_s() -> float:
+    """Of all ranks."""
+    ranks = psutil.Process().children()
+    return float(sum(sum(it.cpu_times()[:2]) for it in ranks))
 
 
 async def _preemption(gang: _Gang, length: int, tokens: int) -> Row:
@@ -154,7 +170,10 @@ async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespac
     found = defaultdict(list)
     for _ in range(args.rounds):
         for way, rows in ways.items():
-            found[way].append(await _iteration_ms(gang, context, args.iterations, rows))
+            milliseconds, hidden = await _iteration(gang, context, args.iterations, rows)
+            found[way].append(milliseconds)
+            if hidden is not None:
+                found[f"{way.removesuffix('_ms')}_hidden"].append(hidden)
     medians = _medians(found)
     gains = {
         f"{way.removesuffix('_ms')}_gain": medians["one_ms"] / medians[way]
@@ -164,20 +183,27 @@ async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespac
     return {"rows": count, "context": context, **medians, **gains}
 
 
-async def _iteration_ms(
+async def _iteration(
     gang: _Gang, context: int, iterations: int, rows: Sequence[tuple[list[int], int, int]]
-) -> float:
-    """Of a batch; each row with holders of its prompt, a master and a keeper of its answer."""
+) -> tuple[float, float | None]:
+    """Milliseconds of one of a batch, and the share of exchanges of queries that computing hid,
+    None where there are none; each row with holders of its prompt, a master and a keeper of its
+    answer."""
     numbers = [
         (await gang.decode(context, holders, holders, master=master, keeper=keeper))[0]
         for holders, master, keeper in rows
     ]
-    before = (await gang.client.stats())[0]
+    before = await gang.client.stats()
     await gang.until(lambda: len(gang.stamps[numbers[-1]]) > iterations)
-    after = (await gang.client.stats())[0]
+    after = await gang.client.stats()
     await gang.forget(numbers)
-    counted = after.iterations - before.iterations
-    return 1e3 * (after.iterating_s - before.iterating_s) / counted
+    counted = after[0].iterations - before[0].iterations
+    milliseconds = 1e3 * (after[0].iterating_s - before[0].iterating_s) / counted
+    exchanged, awaited = (
+        sum(getattr(it, name) for it in after) - sum(getattr(it, name) for it in before)
+        for name in ("exchange_s", "communication_s")
+    )
+    return milliseconds, 1 - awaited / exchanged if exchanged else None
 
 
 async def _equation_7(gang: _Gang, group: list[int], args: argparse.Namespace) -> list[Row]:
@@ -203,6 +229,31 @@ async def _equation_7(gang: _Gang, group: list[int], args: argparse.Namespace) -
         }
         for it in lengths[1::2]
     ]
+
+
+def _compared(kept: Sequence[PrefillDone], down: Sequence[PrefillDone]) -> dict[str, float]:
+    """What scaling down takes longer; shares are of the prefill without."""
+    whole = _seconds(kept)
+
+    def longer(seconds: Callable[[Sequence[PrefillDone]], float]) -> float:
+        return (seconds(down) - seconds(kept)) / whole
+
+    return {
+        "prefill_s": whole,
+        "scale_down_share": longer(_seconds),
+        "circulating_share": longer(_circulating),
+        "last_layer_share": longer(lambda done: _seconds(done) - _circulating(done)),
+        "stored_share": max(it.placing_stored_s for it in down) / whole,
+        "last_moved_share": max(it.placing_s - it.placing_stored_s for it in down) / whole,
+        "last_awaited_share": max(it.placing_waited_s for it in down) / whole,
+        "awaited_share": longer(lambda done: statistics.mean(it.communication_s for it in done)),
+        "scale_down_bytes": sum(it.placed_bytes for it in down),
+    }
+
+
+def _circulating(done: Iterable[PrefillDone]) -> float:
+    """Until the last member comes to the last layer."""
+    return max(it.compute_s + it.communication_s - it.last_layer_s for it in done)
 
 
 def _seconds(done: Iterable[PrefillDone]) -> float:

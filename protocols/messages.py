@@ -212,6 +212,12 @@ class PrefillDone:
     """Of them, new KV that is kept elsewhere than it was computed."""
     placing_s: float = 0.0
     """What that took the rank, storing of what came by anyway included."""
+    placing_stored_s: float = 0.0
+    """Of that, storing of what came by anyway."""
+    placing_waited_s: float = 0.0
+    """Of that, waiting for what did not."""
+    last_layer_s: float = 0.0
+    """Of computing and communication, the last layer, in which nothing comes by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,3 +290,7 @@ class RankStats:
     """Of decoding, since the rank exists."""
     iterating_s: float = 0.0
     """Seconds that they took."""
+    exchange_s: float = 0.0
+    """Of them, queries of the rank's rows were under way to others, or answers to them."""
+    communication_s: float = 0.0
+    """Of that, the rank stood still."""

@@ -35,7 +35,13 @@ Fail = Callable[[int, CspsError], None]
 
 
 def draw_first_tokens(
-    engine: Engine, group: SpGroup, x_td: Tensor, q_thd: Tensor, own: Rows, fail: Fail
+    engine: Engine,
+    group: SpGroup,
+    x_td: Tensor,
+    q_thd: Tensor,
+    own: Rows,
+    answered: Callable[[], None],
+    fail: Fail,
 ) -> list[TokenDrawn]:
     """Tokens that this rank draws, by a step that is about to end.
 
@@ -45,11 +51,13 @@ def draw_first_tokens(
         x_td: the residual stream of own rows, at the last layer.
         q_thd: their queries there.
         own: their keys and values there; those of history are in the pools.
+        answered: called when this member's queries are answered, and it has answered others'.
         fail: told of sequences whose token cannot be drawn.
     """
     drawing = [(piece, row) for piece, row, owner in _last_rows(group) if owner == group.member]
     rows = [row for _, row in drawing]
     out_thd = _last_attention(engine, group, q_thd[rows], own)
+    answered()
     if not drawing:
         return []
     x_td = engine.network.layers[-1].finish(x_td[rows], out_thd.to(q_thd.dtype))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -333,9 +333,18 @@ class EngineLoop:
         with self._changing:
             self.stream.end_owner(owner)
 
-    def _draw_first(self, run: StepRun, x_td: Tensor, q_thd: Tensor, own: Rows) -> None:
+    def _draw_first(
+        self,
+        run: StepRun,
+        x_td: Tensor,
+        q_thd: Tensor,
+        own: Rows,
+        answered: Callable[[], None],
+    ) -> None:
         fail = self._reports.failed
-        self._reports.drawn(draw_first_tokens(self._engine, run.group, x_td, q_thd, own, fail))
+        self._reports.drawn(
+            draw_first_tokens(self._engine, run.group, x_td, q_thd, own, answered, fail)
+        )
 
     # --- the stream ------------------------------------------------------------------------
 

@@ -93,6 +93,22 @@ def nothing_offered(member: int) -> Collection[int]:
     return ()
 
 
+@dataclass
+class Spent:
+    """Of this rank's engine thread."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """The time inside."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - began
+
+
 class KvMover:
     """Carries out moves, one layer's at a time, beside computing.
 
@@ -120,16 +136,17 @@ class KvMover:
         self._incoming = [move for move in moves if move.target == group.member]
         self._under_way: tuple[int, Transfer, list[tuple[Move, Tensor]]] | None = None
         self.sent_bytes = 0
-        self.seconds = 0.0
-        """That reading, sending, awaiting and storing took this rank's engine thread."""
+        self.storing = Spent()
+        """What came by anyway."""
+        self.moving = Spent()
+        """What did not: reading, sending, awaiting and storing it."""
+        self.waiting = Spent()
+        """Of that, until it had arrived and left."""
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds += time.monotonic() - began
+    @property
+    def seconds(self) -> float:
+        """All that keeping takes."""
+        return self.storing.seconds + self.moving.seconds
 
     @property
     def incoming(self) -> list[tuple[int, Span]]:
@@ -147,8 +164,9 @@ class KvMover:
             offered: what comes by anyway (`Strategy.offered`), which `take` is given.
         """
         self.finish()
-        with self._timed():
-            self._start(layer, own, offered)
+        if self._outgoing or self._incoming:
+            with self.moving.counted():
+                self._start(layer, own, offered)
 
     def _start(self, layer: int, own: Rows | None, offered: Offered) -> None:
         outgoing = [it for it in self._outgoing if not _comes_by(it, offered)]
@@ -170,17 +188,18 @@ class KvMover:
             return
         layer, transfer, buffers = self._under_way
         self._under_way = None
-        with self._timed():
-            self._transfers.complete(transfer)
+        with self.moving.counted():
+            with self.waiting.counted():
+                self._transfers.complete(transfer)
             for move, buffer in buffers:
                 self._pool.write(layer, move.rid, move.span, buffer[0], buffer[1])
 
     def take(self, layer: int, member: int, rows: Rows) -> None:
         """Store what another member's rows, all of which have come by, are to leave here."""
         k_thd, v_thd = rows
-        with self._timed():
-            for move in self._incoming:
-                if move.source == member:
+        for move in self._incoming:
+            if move.source == member:
+                with self.storing.counted():
                     k, v = k_thd[move.rows], v_thd[move.rows]
                     self._pool.write(layer, move.rid, move.span, k, v)
 

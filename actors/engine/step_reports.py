@@ -61,6 +61,7 @@ class StepReports:
             run: what it has cost; None if it never began.
         """
         clock = run.clock if run is not None else None
+        placing = run.placing if run is not None else None
         self._notify(
             "prefill_done",
             PrefillDone(
@@ -74,7 +75,10 @@ class StepReports:
                 transfer_s=time.monotonic() - clock.finished if clock else 0.0,
                 yielded_s=clock.yielded_s if clock else 0.0,
                 bytes_sent=run.sent.by_rank if run is not None else (),
-                placed_bytes=run.placing.sent_bytes if run is not None else 0,
-                placing_s=run.placing.seconds if run is not None else 0.0,
+                placed_bytes=placing.sent_bytes if placing else 0,
+                placing_s=placing.seconds if placing else 0.0,
+                placing_stored_s=placing.storing.seconds if placing else 0.0,
+                placing_waited_s=placing.waiting.seconds if placing else 0.0,
+                last_layer_s=clock.last_layer_s if clock else 0.0,
             ),
         )

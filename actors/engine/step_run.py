@@ -33,7 +33,14 @@ from csps.actors.strategies import parts
 from csps.actors.strategies.group import SpGroup, shares_of
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
 from csps.actors.strategies.strategy import Strategy
-from csps.actors.timeline_export import CANCELLED, traced_job
+from csps.actors.timeline_export import (
+    CANCELLED,
+    LAST_LAYER_S,
+    PLACING_S,
+    PLACING_STORED_S,
+    PLACING_WAITED_S,
+    traced_job,
+)
 from csps.actors.transfers import Transfers
 from csps.models.network import Layer
 from csps.protocols.balance import balanced
@@ -45,7 +52,7 @@ SendKv = Callable[[int, LocalPiece, Tensor | None], None]
 """(layer, a local piece whose KV there is in the pool, which tokens each KV head keeps or None for
 all): send it to where the piece is to go."""
 
-Draw = Callable[["StepRun", Tensor, Tensor, Rows], None]
+Draw = Callable[["StepRun", Tensor, Tensor, Rows, Callable[[], None]], None]
 
 
 class StepRun:
@@ -142,7 +149,8 @@ class StepRun:
 
         Args:
             send: takes what is decoded elsewhere.
-            draw: takes the residual stream, and of the last layer queries, keys and values.
+            draw: takes the residual stream, of the last layer queries, keys and values, and what
+                it is to call when no member waits for answers any more.
         """
         self.clock.started = time.monotonic()
         self.sent = SentBytes(self._engine.mesh)
@@ -161,7 +169,22 @@ class StepRun:
             for mover in (self._balancing, self.placing):
                 mover.finish()
                 mover.release_sources()
+            if not self.cancelled:
+                self.clock.end_last_layer()
+            span.set_attributes(self._placing_figures())
         self.clock.finished = time.monotonic()
+
+    def _placing_figures(self) -> dict[str, float]:
+        """For its trace, where KV is kept elsewhere than it was computed."""
+        placing = self.placing
+        if not placing.seconds:
+            return {}
+        return {
+            PLACING_S: placing.seconds,
+            PLACING_STORED_S: placing.storing.seconds,
+            PLACING_WAITED_S: placing.waiting.seconds,
+            LAST_LAYER_S: self.clock.last_layer_s,
+        }
 
     def _send_history(self, send: SendKv) -> None:
         """What others have computed of a prompt that this step begins leaves with it, from where it
@@ -196,11 +219,15 @@ class StepRun:
                 x_td = strategy.attend_layer(index, layer, x_td, rotary, keep)
                 x_td = self._mlp(index, layer, x_td)
             else:
+                self.clock.begin_last_layer()
                 with self.clock.timeline.phase("qkv", layer=index):
                     q_thd, k_thd, v_thd = layer.qkv(x_td, rotary)
-                self._keep(send, _nothing_offered, index, k_thd, v_thd)
+                own = k_thd, v_thd
+                self._store(send, index, *own)
+                # Whoever waits for a token waits for these: what moves would be before them.
+                moving = partial(self.placing.start, index, own)
                 with self.clock.timeline.phase("last rows", layer=index):
-                    draw(self, x_td, q_thd, (k_thd, v_thd))
+                    draw(self, x_td, q_thd, own, moving)
         self.turns.end(self.parts.total)
 
     def _begin_layer(self, index: int) -> None:
@@ -252,6 +279,19 @@ class StepRun:
         if member is not None:
             self.placing.take(index, member, (k_thd, v_thd))
             return
+        self._store(send, index, k_thd, v_thd, kept_ht)
+        self.placing.start(index, (k_thd, v_thd), partial(offered, index))
+        self._balancing.start(index + 1)
+
+    def _store(
+        self,
+        send: SendKv,
+        index: int,
+        k_thd: Tensor,
+        v_thd: Tensor,
+        kept_ht: Tensor | None = None,
+    ) -> None:
+        """Own rows' KV into the pool, and to where it is decoded."""
         self._balancing.finish()
         for part in self._stored:
             k, v = k_thd[part.rows], v_thd[part.rows]
@@ -260,14 +300,6 @@ class StepRun:
             if self._leaves(piece):
                 kept = None if kept_ht is None else kept_ht[:, part.rows]
                 send(index, part, kept)
-        self.placing.start(index, (k_thd, v_thd), partial(offered, index))
-        if index + 1 < self._engine.spec.layers:
-            self._balancing.start(index + 1)
-
-
-def _nothing_offered(layer: int, member: int) -> Collection[int]:
-    """In the last layer, which is computed by rows."""
-    return ()
 
 
 def parts_of(engine: Engine, settled: PrefillJob) -> StepParts:

@@ -1,5 +1,5 @@
-"""What ranks tell of rows in a request's trace: what of it lies where, and how much of the queries'
-way they stood still for."""
+"""What ranks tell in a request's trace: what scaling down took, what of a row lies where, and how
+much of the queries' way they stood still for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from test_cancelled_traces import TIMELINE
 
 from csps.actors.engine.stream import ANSWER_FROM, ANSWER_TOKENS, PROMPT_TOKENS
-from csps.actors.timeline_export import COMMUNICATION_S, EXCHANGE_S, RANK
+from csps.actors.timeline_export import (
+    COMMUNICATION_S,
+    EXCHANGE_S,
+    LAST_LAYER_S,
+    PLACING_S,
+    PLACING_STORED_S,
+    PLACING_WAITED_S,
+    RANK,
+)
 from csps.protocols.placement import KvShare
 from csps.protocols.sampling import Sampling
 from csps.protocols.span import Span
@@ -46,7 +54,8 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
         ranks = cell.prefill_gang.ranks
         await cell.reserve(request)
         rows = laid_out("striped", 0, LENGTH, [0, 1, 2])
-        job = job_of([request.piece(rows=rows)], [0, 1, 2], strategy="ring_kv")
+        piece = request.piece(rows=rows)
+        job = job_of([piece], [0, 1, 2], strategy="ring_kv", trace=TIMELINE)
         await cell.prefilled(cell.submit(job, request.prompt))
         before = [list(rank.engine.mesh.bytes_sent) for rank in ranks]
         assert await cell.answer(request) == [
@@ -64,11 +73,8 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     assert sent[1] == [0, 0, asked * heads * spec.head_dim * 4]
     assert sent[2] == [0, asked * spec.heads * (spec.head_dim + 1) * 4, 0]
     assert sent[0] == [0, 0, 0]
-    figures = {
-        int(it.attributes[RANK]): dict(it.attributes)
-        for it in exported.get_finished_spans()
-        if it.name == "decode.rank" and it.attributes is not None
-    }
+    check_scale_down(of_ranks(exported, "prefill.compute"))
+    figures = of_ranks(exported, "decode.rank")
     assert {rank: lies(it) for rank, it in figures.items()} == {
         0: (0, 0, None),
         1: (LENGTH, FIRST, 0),
@@ -77,6 +83,24 @@ async def test_an_answer_scales_up_when_it_comes_to_slots_of_another_instance(
     master = figures.pop(1)
     assert 0 < master[COMMUNICATION_S] < master[EXCHANGE_S]
     assert all(not it[COMMUNICATION_S] and not it[EXCHANGE_S] for it in figures.values())
+
+
+def of_ranks(exported: InMemorySpanExporter, name: str) -> dict[int, dict[str, Any]]:
+    """What the span of this name says on each rank."""
+    return {
+        int(it.attributes[RANK]): dict(it.attributes)
+        for it in exported.get_finished_spans()
+        if it.name == name and it.attributes is not None
+    }
+
+
+def check_scale_down(figures: dict[int, dict[str, Any]]) -> None:
+    """Only the second rank stores what comes by; all of them move something in the last layer."""
+    assert [figures[rank][PLACING_STORED_S] > 0 for rank in range(3)] == [False, True, False]
+    for it in figures.values():
+        parts = it[PLACING_STORED_S] + it[PLACING_WAITED_S]
+        assert 0 < parts < it[PLACING_S]
+        assert it[PLACING_WAITED_S] < it[LAST_LAYER_S]
 
 
 def lies(attributes: dict[str, Any]) -> tuple[int, int, int | None]:

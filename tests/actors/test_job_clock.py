@@ -35,6 +35,19 @@ def test_times_add_up(seconds: list[float]) -> None:
     assert clock.compute_s == 10.0
 
 
+def test_the_last_layer_is_timed_without_what_interrupts_it(seconds: list[float]) -> None:
+    clock = JobClock()
+    with clock.yielding():
+        seconds[0] += 5.0
+    clock.begin_last_layer()
+    seconds[0] += 2.0
+    with clock.yielding():
+        seconds[0] += 7.0
+    seconds[0] += 1.0
+    clock.end_last_layer()
+    assert clock.last_layer_s == 3.0
+
+
 def test_what_fails_is_counted_all_the_same(seconds: list[float]) -> None:
     clock = JobClock()
 
