@@ -25,6 +25,7 @@ from csps.actors.process_group import (
     gloo_group,
     with_peer,
 )
+from csps.actors.waiting_threads import WaitingThreads
 
 _TAGS_OF_A_LANE = 64
 
@@ -102,6 +103,8 @@ class Mesh:
         """By peer, since the mesh exists: read the difference."""
         self._counting = threading.Lock()
         self._closed = threading.Event()
+        self.waiting = WaitingThreads()
+        """For those who want to know when an exchange ended."""
         self.device = torch.device(device)
         scoped = PrefixStore(name, store)
         self._control = gloo_group(PrefixStore("control", scoped), rank, world_size, host)
@@ -215,6 +218,7 @@ class Mesh:
         self._closed.set()
         close_gloo(self._control, self.rank, self.world_size)
         self._data.close()
+        self.waiting.close()
 
 
 class Expected:

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -99,7 +98,7 @@ class Transfers:
                 self._finish()
         finally:
             for line in self._lines.values():
-                line.close()
+                line.give_back()
 
     @property
     def timeline(self) -> Timeline:
@@ -258,7 +257,7 @@ class Transfers:
         if self._in_order is not None:
             return self._in_order
         if tag not in self._lines:
-            self._lines[tag] = _Waiter("departures" if tag is None else "arrivals")
+            self._lines[tag] = self._mesh.waiting.lend()
         return self._lines[tag]
 
     def _noted_wait(self, label: Label) -> AbstractContextManager[None]:
@@ -295,7 +294,7 @@ class _Line(Protocol):
 
     def add(self, pending: Pending) -> Future[int]: ...
 
-    def close(self) -> None: ...
+    def give_back(self) -> None: ...
 
 
 class _InOrder:
@@ -323,7 +322,7 @@ class _InOrder:
             ended = self._alive.popleft()
             ended.pending.wait()
 
-    def close(self) -> None:
+    def give_back(self) -> None:
         """Nothing stands behind it."""
 
 
@@ -337,31 +336,3 @@ class _StreamWait(Future[int]):
     def result(self, timeout: float | None = None) -> int:
         self.pending.hold_up()
         return 0
-
-
-class _Waiter:
-    """A thread that waits for pending operations one after the other."""
-
-    def __init__(self, name: str) -> None:
-        self._items: SimpleQueue[tuple[Pending, Future[int]] | None] = SimpleQueue()
-        # A daemon: a peer that hangs must not keep a rank from ending.
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def add(self, pending: Pending) -> Future[int]:
-        future: Future[int] = Future()
-        self._items.put((pending, future))
-        return future
-
-    def close(self) -> None:
-        """End the thread when what was added has ended."""
-        self._items.put(None)
-
-    def _run(self) -> None:
-        while (item := self._items.get()) is not None:
-            pending, future = item
-            try:
-                pending.wait()
-            except BaseException as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(time.time_ns())

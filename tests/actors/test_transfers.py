@@ -107,7 +107,7 @@ def test_a_lost_peer_fails_the_wait_and_leaves_no_thread() -> None:
     with pytest.raises(KeyError):
         on_ranks(2, rank)
     for thread in threading.enumerate():
-        if thread.name in ("arrivals", "departures"):
+        if thread.name == "waiting":
             thread.join(60)
     assert threading.active_count() <= before
 

@@ -152,7 +152,7 @@ async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path
         cell.cancel(1)
         await cell.prefilled(*cell.jobs)
         await cell.idle()
-    waiting = [t for t in threading.enumerate() if t.name in ("arrivals", "departures")]
+    waiting = [t for t in threading.enumerate() if t.name == "waiting"]
     for thread in waiting:
         thread.join(60)
         assert not thread.is_alive()
