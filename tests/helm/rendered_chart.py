@@ -26,7 +26,10 @@ EVERYTHING: Values = {
         "annotations": {"a": "b"},
         "labels": {"team": "llm"},
         "priorityClassName": "high",
+        "serviceAccountName": "csps",
         "extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+        "extraVolumes": [{"name": "times", "persistentVolumeClaim": {"claimName": "times"}}],
+        "extraVolumeMounts": [{"name": "times", "mountPath": "/times"}],
     },
     "head": {"tolerations": [{"key": "head", "operator": "Exists"}]},
 }

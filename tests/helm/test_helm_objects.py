@@ -182,6 +182,38 @@ def test_model_volume_is_read_only_in_every_pod(volume: Values, source: Values) 
         assert made["metadata"]["name"] == source["persistentVolumeClaim"]["claimName"]
 
 
+@pytest.mark.parametrize("path", [None, "/checkpoints"])
+def test_volumes_of_the_values_are_in_every_pod(path: str | None) -> None:
+    """Beside the model's, or alone."""
+    mount = {"name": "times", "mountPath": "/times", "readOnly": True}
+    more = {"extraVolumes": [{"name": "times", "emptyDir": {}}], "extraVolumeMounts": [mount]}
+    model = {"model": {"volume": {"hostPath": path}}} if path else {}
+    rendered = render({"pods": more, **model})
+    own = [] if path is None else ["model"]
+    for group in rendered.groups.values():
+        assert [it["name"] for it in group["template"]["spec"]["volumes"]] == [*own, "times"]
+        assert container(group)["volumeMounts"][-1] == mount
+        assert len(container(group)["volumeMounts"]) == len(own) + 1
+    assert "volumes" not in render().groups["head"]["template"]["spec"]
+
+
+def test_where_pods_go_is_said_by_section() -> None:
+    """Nodes are chosen for each gang and for the head."""
+    where = {
+        "nodeSelector": {"gpu": "h100"},
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+    }
+    rendered = render({"prefill": where, "pods": {"serviceAccountName": "llm"}})
+    for name, group in rendered.groups.items():
+        spec = group["template"]["spec"]
+        assert {key: spec.get(key) for key in where} == (
+            where if name == "prefill" else dict.fromkeys(where)
+        )
+        assert spec["serviceAccountName"] == "llm"
+        assert spec["automountServiceAccountToken"] is False
+
+
 def test_two_model_volumes_are_refused() -> None:
     volume = {"existingClaim": "weights", "hostPath": "/srv/models"}
     with pytest.raises(HelmRenderError, match="at most one of existingClaim, hostPath and create"):

@@ -13,7 +13,14 @@ from helm_python import Chart, HelmValuesError
 from rendered_chart import CHART, EVERYTHING, GPUS, Values
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-AS_IN_KUBERNETES = {"affinity", "podSecurityContext", "securityContext", "valueFrom"}
+AS_IN_KUBERNETES = {
+    "affinity",
+    "extraVolumeMounts",
+    "extraVolumes",
+    "podSecurityContext",
+    "securityContext",
+    "valueFrom",
+}
 FREE = AS_IN_KUBERNETES | {"extraSettings", "global", "scheduling", "tolerations"}
 """Objects whose keys are checked by Kubernetes, or by the application."""
 
@@ -79,6 +86,7 @@ def test_schema_and_defaults_name_the_same_values() -> None:
         ({"telemetry": {"otlpEndpoint": "collector:4318"}}, "otlpEndpoint"),
         ({"telemetry": {"sample": 2}}, "sample"),
         ({"telemetry": {"timelineSample": -1}}, "timelineSample"),
+        ({"pods": {"extraVolumes": [{"name": "model"}]}}, "extraVolumes"),
         ({"auth": {"apiKeys": ["short"]}}, "apiKeys"),
         ({"auth": {"apiKeys": ["two,keys-in-one-string"]}}, "apiKeys"),
         ({"ray": {"version": "latest"}}, "version"),

@@ -13,18 +13,32 @@
 {{- default (ternary (printf "%s-model" (include "csps.fullname" .)) "" $volume.create.enabled) $volume.existingClaim -}}
 {{- end }}
 
-{{- define "csps.modelVolume" }}
+{{/* Items of lists: the model's, then those of the values. Nothing at all where there is none. */}}
+{{- define "csps.volumes" }}
 {{- if eq (include "csps.hasModelVolume" .) "true" }}
-volumes:
-  - name: model
-    {{- with include "csps.modelClaim" . }}
-    persistentVolumeClaim:
-      claimName: {{ . }}
-      readOnly: true
-    {{- else }}
-    hostPath:
-      path: {{ .Values.model.volume.hostPath | quote }}
-      type: Directory
-    {{- end }}
+- name: model
+  {{- with include "csps.modelClaim" . }}
+  persistentVolumeClaim:
+    claimName: {{ . }}
+    readOnly: true
+  {{- else }}
+  hostPath:
+    path: {{ .Values.model.volume.hostPath | quote }}
+    type: Directory
+  {{- end }}
+{{- end }}
+{{- with .Values.pods.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "csps.volumeMounts" }}
+{{- if eq (include "csps.hasModelVolume" .) "true" }}
+- name: model
+  mountPath: {{ .Values.model.volume.mountPath | quote }}
+  readOnly: true
+{{- end }}
+{{- with .Values.pods.extraVolumeMounts }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}

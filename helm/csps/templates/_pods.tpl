@@ -37,7 +37,10 @@ securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
-{{- include "csps.modelVolume" $root }}
+{{- with include "csps.volumes" $root | trim }}
+volumes:
+  {{- . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "csps.container" -}}
@@ -45,11 +48,9 @@ image: {{ include "csps.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- toYaml .Values.pods.securityContext | nindent 2 }}
-{{- if eq (include "csps.hasModelVolume" .) "true" }}
+{{- with include "csps.volumeMounts" . | trim }}
 volumeMounts:
-  - name: model
-    mountPath: {{ .Values.model.volume.mountPath | quote }}
-    readOnly: true
+  {{- . | nindent 2 }}
 {{- end }}
 {{- end }}
 
