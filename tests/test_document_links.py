@@ -19,10 +19,23 @@ def targets(text: str, document: Path) -> list[Path]:
     return [(document.parent / link).resolve() for link in links if link]
 
 
+def headings(document: Path) -> set[str]:
+    """The names under which a page's headings are linked to."""
+    lines = document.read_text(encoding="utf-8").splitlines()
+    titles = [line.lstrip("#").strip().lower() for line in lines if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda it: str(it.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    found = targets(document.read_text(encoding="utf-8"), document)
+    text = document.read_text(encoding="utf-8")
+    found = targets(text, document)
     assert [it for it in found if not it.exists()] == []
+    for link in _LINK.findall(text):
+        page, _, heading = link.partition("#")
+        if heading and "://" not in link:
+            target = (document.parent / page).resolve() if page else document
+            assert heading in headings(target), link
 
 
 def test_every_mechanism_has_code_and_a_test_and_numbers_if_measured() -> None:
