@@ -196,8 +196,12 @@ def _finish(axis: Any, *, xlabel: str, ylabel: str, logx: bool = False, logy: bo
 
 def _plain_numbers(axis: Any) -> None:
     """On a logarithmic axis: 200, not 2 x 10^2."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    low, high = axis.get_view_interval()
+    narrow = high < 10 * low  # 1, 2 and 5 of a decade would be one number, or two
+    axis.set_major_locator(
+        MaxNLocator(6, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0))
+    )
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
     axis.set_minor_formatter(NullFormatter())

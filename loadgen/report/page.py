@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,23 @@ import jinja2
 from csps.loadgen.report import figures
 from csps.loadgen.results.result import Result
 
+NOTHING = "-"
+"""In a cell of a result that does not have it."""
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 ROWS = (
-    ("requests", "num_prompts", "{:d}"),
-    ("completed", "completed", "{:d}"),
-    ("failed", "failed", "{:d}"),
-    ("cancelled", "cancelled", "{:d}"),
-    ("sent late", "late", "{:d}"),
-    ("prompts cut", "prompts_cut", "{:d}"),
-    ("duration (s)", "duration", "{:.1f}"),
+    ("requests", "num_prompts", "{:,d}"),
+    ("completed", "completed", "{:,d}"),
+    ("failed", "failed", "{:,d}"),
+    ("cancelled", "cancelled", "{:,d}"),
+    ("sent late", "late", "{:,d}"),
+    ("prompts cut", "prompts_cut", "{:,d}"),
+    ("duration (s)", "duration", "{:,.1f}"),
     ("requests/s", "request_throughput", "{:.3f}"),
     ("goodput (req/s)", "request_goodput", "{:.3f}"),
     ("within SLO", "slo_attainment", "{:.1%}"),
-    ("tokens out/s", "output_throughput", "{:.1f}"),
-    ("tokens/s", "total_token_throughput", "{:.0f}"),
-    ("peak concurrency", "max_concurrent_requests", "{:d}"),
+    ("tokens out/s", "output_throughput", "{:,.1f}"),
+    ("tokens/s", "total_token_throughput", "{:,.0f}"),
+    ("peak concurrency", "max_concurrent_requests", "{:,d}"),
     ("right answers", "accuracy", "{:.1%}"),
     ("client CPU per request (ms)", "client_cpu_ms_per_request", "{:.2f}"),
 )
@@ -61,11 +63,11 @@ def page(results: Sequence[Result], title: str) -> str:
         results=results,
         names=[figures.name(it) for it in results],
         colors=[figures.style(number)["color"] for number in range(len(results))],
-        overview=_overview(results),
+        overview=_told(_overview(results)),
         lengths=_by_part(results, "by_input_length", "input_length"),
         objectives=_by_part(results, "by_objective", "objective"),
         reasons=_reasons(results),
-        facts=[(name, [_shown(it.get(name)) for it in results]) for name in FACTS],
+        facts=_told((name, [_shown(it.get(name)) for it in results]) for name in FACTS),
         figures=drawn,
         sources=sorted({it["workload_source"] for it in results if it.get("workload_source")}),
     )
@@ -99,7 +101,7 @@ def _overview(results: Sequence[Result]) -> Iterator[tuple[str, list[str]]]:
                 short = statistic.upper() if statistic.startswith("p") else statistic
                 yield (
                     f"{title} {short} (ms)",
-                    [_formatted(it.get(field), "{:.1f}") for it in results],
+                    [_formatted(it.get(field), "{:,.1f}") for it in results],
                 )
 
 
@@ -113,7 +115,7 @@ def _by_part(results: Sequence[Result], table: str, key: str) -> list[Table]:
 
 def _part(part: Table | None) -> str:
     if part is None or "median_ttft_ms" not in part:
-        return "-"
+        return NOTHING
     tail = part.get("p99_ttft_ms", part["median_ttft_ms"])
     right = "" if part["accuracy"] is None else f", {part['accuracy']:.0%} right"
     return f"{part['median_ttft_ms']:.0f} / {tail:.0f} ({part['completed']}{right})"
@@ -129,13 +131,18 @@ def _reasons(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     return [(name, [str(it["failed_by_reason"].get(name, 0)) for it in results]) for name in names]
 
 
+def _told(rows: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Those of which at least one result says something."""
+    return [(title, cells) for title, cells in rows if set(cells) != {NOTHING}]
+
+
 def _formatted(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    return NOTHING if value is None else form.format(value)
 
 
 def _shown(value: Any) -> str:
     if value is None or value == {}:
-        return "-"
+        return NOTHING
     if isinstance(value, dict):
         return ", ".join(f"{name} {it:g}" for name, it in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

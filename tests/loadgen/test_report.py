@@ -123,7 +123,7 @@ def test_what_users_write_is_text() -> None:
 def test_the_numbers_are_those_of_the_results(text: str) -> None:
     for it in SEVERAL:
         for field in ("median_ttft_ms", "p99_ttft_ms", "mean_e2el_ms"):
-            assert f"<td>{it[field]:.1f}</td>" in text
+            assert f"<td>{it[field]:,.1f}</td>" in text
         assert f"<td>{it['slo_attainment']:.1%}</td>" in text
         assert figures.name(it) in text
     assert "HTTP 429" in text
@@ -161,6 +161,25 @@ def test_runs_at_several_rates_are_lines_over_the_rate() -> None:
     assert list(line.get_ydata()) == [it["median_ttft_ms"] for it in SEVERAL[:2]]
     assert list(point.get_xdata()) == [2]
     assert "ttft-by-rate" not in {name for name, _, _ in draw_all(SEVERAL[:1])}
+
+
+def test_what_no_run_has_is_left_out(text: str) -> None:
+    """Of load tests and of simulations alike; what one of them has is shown beside a dash."""
+    empty = page([summarize([], Run(kind="live", label="empty"))], "Nothing")
+    assert "<td>within SLO</td>" in text
+    assert "<td>within SLO</td>" not in empty
+    assert "<td>requests</td><td>0</td>" in empty
+    assert re.search(r"<tr><td>[^<]+</td>(?:<td>-</td>)+</tr>", text + empty) is None
+
+
+@pytest.mark.parametrize(("low", "high"), [(9.1, 9.9), (8.0, 21.0), (150.0, 9000.0)])
+def test_every_axis_has_numbers_to_read(low: float, high: float) -> None:
+    one = {**SEVERAL[0], "ttfts": list(np.linspace(low, high, 20) / 1000)}
+    drawn = figures.figure(figures.cdf_of("ttfts", "TTFT"), [one])
+    drawn.canvas.draw()
+    axis = drawn.axes[0].xaxis
+    first, last = axis.get_view_interval()
+    assert sum(first <= it <= last for it in axis.get_majorticklocs()) >= 3
 
 
 def test_results_without_requests_can_be_shown() -> None:
