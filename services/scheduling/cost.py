@@ -33,6 +33,8 @@ QUANTUM_NS = 1_000
 """Predictions are multiples of it, so that noise in their last digits decides nothing."""
 MILLION = 1_000_000
 WHOLE_PERMILLE = 1_000
+LARGEST_BATCH = 1_024
+"""Decode batches up to this size are compared with one another."""
 MAX_COLD = 4_096
 """Cold buckets that are remembered at a time."""
 
@@ -185,6 +187,20 @@ class CostTable:
             times = self.latencies.iteration(sp * tp, 1)
         return _quantised(times.predict_ns(batch, context))
 
+    def rows_alone(self, tp: int) -> int:
+        """Rows that an instance draws at least as fast as two of them do, whatever they attend to:
+        beyond, a group that is scaled up is faster (LoongServe §5.4). `LARGEST_BATCH` where two
+        are nowhere faster below."""
+        found = self._rows_alone.get(tp)
+        if found is None:
+            batches = range(1, LARGEST_BATCH + 1)
+            found = next((it - 1 for it in batches if self._faster_as_two(tp, it)), LARGEST_BATCH)
+            self._rows_alone[tp] = found
+        return found
+
+    def _faster_as_two(self, tp: int, batch: int) -> bool:
+        return self.iteration_ns(2, tp, batch, 0) < self.iteration_ns(1, tp, batch, 0)
+
     def transfer_ns(self, kind: str, size: int) -> int | None:
         """Time of a message over a kind of link; None if nobody has measured it."""
         try:
@@ -234,6 +250,10 @@ class CostTable:
         return self.latencies.step(shape.sp * shape.tp, 1)
 
     @cached_property
+    def _rows_alone(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
     def _found(self) -> dict[tuple[GroupShape, str], StepTimes]:
         return {}
 
@@ -274,6 +294,10 @@ class Costs:
     def iteration_ns(self, sp: int, tp: int, batch: int, context: int) -> int:
         """`CostTable.iteration_ns`."""
         return self.table.iteration_ns(sp, tp, batch, context)
+
+    def rows_alone(self, tp: int) -> int:
+        """`CostTable.rows_alone`."""
+        return self.table.rows_alone(tp)
 
     def transfer_ns(self, kind: str, size: int) -> int | None:
         """`CostTable.transfer_ns`."""

@@ -264,6 +264,10 @@ class CostView(Protocol):
         """A decode iteration."""
         ...
 
+    def rows_alone(self, tp: int) -> int:
+        """Rows from which on an instance is no longer as fast alone as two are together."""
+        ...
+
     def transfer_ns(self, kind: str, size: int) -> int | None:
         """A message of `size` bytes over a kind of link; None: nobody has measured it."""
         ...

@@ -29,6 +29,10 @@ class RingCosts:
         """As `CostView`."""
         return self._cost.iteration_ns(sp, tp, batch, context)
 
+    def rows_alone(self, tp: int) -> int:
+        """As `CostView`."""
+        return self._cost.rows_alone(tp)
+
     def exact(self, sp: int, tp: int, strategy: str = EXACT_STRATEGY) -> StepTimes:
         """As `CostView`."""
         return self._cost.exact(sp, tp, strategy)

@@ -60,6 +60,11 @@ class ElasticGang:
         together."""
         return max(1, self._view.cost.iteration_ns(dop, self._gang.tp, rows, context))
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that a master draws before others share them."""
+        return self._options.scale_up_batch or max(1, self._view.cost.rows_alone(self._gang.tp))
+
     def rest_ns(self, dop: int, tokens: int, history: int) -> float:
         """What so many instances take for tokens that follow upon others."""
         alpha, beta, pairs, gamma = self._in_ns(dop)

@@ -24,8 +24,9 @@ class LoongServeOptions:
     """Batching by the whole search, or by the pruned one of the paper, which is no exact one."""
     tipping_tokens: int = 0
     """A prefill of so many tokens is compute-bound; 0: where Eq. 7 says."""
-    scale_up_batch: int = 95
-    """Rows from which on decoding is compute-bound on one master."""
+    scale_up_batch: int = 0
+    """Rows that a master draws before others share them; 0: as many as it is predicted to draw at
+    least as fast as two instances would."""
     decode_iterations: int = 10
     """Iterations that a decode group has, at least, between two preemptions."""
     migrate: bool = True
@@ -38,8 +39,7 @@ class LoongServeOptions:
 
     def __post_init__(self) -> None:
         check_least(self, 0, "max_num_ooe", "tipping_tokens", "decode_iterations", "static_dop")
-        check_least(self, 0, "max_delay_s")
-        check_least(self, 1, "scale_up_batch")
+        check_least(self, 0, "max_delay_s", "scale_up_batch")
         for name, known in (("objective", OBJECTIVES), ("batching", BATCHINGS)):
             if (value := getattr(self, name)) not in known:
                 words, hint = " or ".join(known), nearest(value, known)

@@ -136,7 +136,7 @@ class _Round:
             self._gang.iteration_ns,
             self._gang.move_ns,
             average_decode_ns=pair.decode.decode_ns,
-            scale_up_batch=options.scale_up_batch,
+            most_rows=self._gang.most_rows,
         )
 
     @property
@@ -286,7 +286,7 @@ class _Round:
             migration = self._regrouping.shrink(batch._replace(instances=now), movable)
             if migration is not None:
                 yield from self._moves([migration])
-            elif len(rows) > self._options.scale_up_batch:
+            elif len(rows) > self._gang.most_rows:
                 yield from self._masters(batch, rows)
 
     def _masters(self, batch: DecodeBatch, rows: Sequence[SequenceView]) -> Iterator[Move]:
@@ -297,7 +297,7 @@ class _Round:
         own = [it.id for it in batch.instances]
         idle = [it.id for it in gang.idle if it.id not in self._taken]
         mastered = {it: len(found) for it, found in of_master.items()}
-        wanted = levelled(mastered, [*own, *idle], self._options.scale_up_batch)
+        wanted = levelled(mastered, [*own, *idle], gang.most_rows)
         takers = [it for it in wanted for _ in range(wanted[it] - mastered.get(it, 0))]
         self._taken.update((it, None) for it in wanted if it not in own)
         for master, found in of_master.items():
@@ -409,7 +409,7 @@ class _Round:
             [(requests, gang.elastic([it.id for it in group])) for requests, group in batches],
             gang.all,
             gang.mastered,
-            scale_up_batch=self._options.scale_up_batch,
+            most_rows=gang.most_rows,
         )
         for (requests, group), places in zip(batches, kept, strict=True):
             for where in places:

@@ -42,7 +42,7 @@ class Regrouping:
         iteration_ns: what iterations take.
         move_ns: what a migration takes.
         average_decode_ns: AvgLat_d, how long finished requests were decoded.
-        scale_up_batch: requests that a master takes.
+        most_rows: requests that a master takes.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Regrouping:
         move_ns: MoveNs,
         *,
         average_decode_ns: int,
-        scale_up_batch: int,
+        most_rows: int,
     ) -> None:
         self._iteration_ns, self._move_ns = iteration_ns, move_ns
-        self._average_decode_ns, self._scale_up_batch = average_decode_ns, scale_up_batch
+        self._average_decode_ns, self._most_rows = average_decode_ns, most_rows
 
     # --- nobody need wait ---
 
@@ -65,7 +65,7 @@ class Regrouping:
             movable: instances that can be emptied.
         """
         dop, rows = len(batch.instances), len(batch.requests)
-        if dop < 2 or rows > self._scale_up_batch * (dop - 1):
+        if dop < 2 or rows > self._most_rows * (dop - 1):
             return None
         before_ns, after_ns = (self._batch_ns(batch, it) for it in (dop, dop - 1))
         gain = self._loss(batch, before_ns, before_ns - after_ns)

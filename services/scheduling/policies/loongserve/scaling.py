@@ -42,7 +42,7 @@ def keep(
     everyone: Sequence[Elastic],
     mastered: Mapping[InstanceId, int],
     *,
-    scale_up_batch: int,
+    most_rows: int,
 ) -> list[tuple[Kept, ...]]:
     """Place the KV of batches that are prefilled on disjoint groups.
 
@@ -50,14 +50,14 @@ def keep(
         batches: prompts and instances of each; these have slots for those.
         everyone: all instances of the gang; together they have slots for all answers as well.
         mastered: rows that each instance draws already.
-        scale_up_batch: rows from which on a master is compute-bound.
+        most_rows: rows from which on a master is compute-bound.
 
     Returns:
         Of each batch, for each prompt in its order.
     """
     holders = {it.id: _Holder(it, mastered.get(it.id, 0)) for it in everyone}
     placed = [
-        _place_prompts(prompts, [holders[it.id] for it in group], scale_up_batch)
+        _place_prompts(prompts, [holders[it.id] for it in group], most_rows)
         for prompts, group in batches
     ]
     spare = sorted(holders.values(), key=lambda it: (not it.mastered, -it.unused, it.order))
@@ -65,13 +65,13 @@ def keep(
 
 
 def _place_prompts(
-    prompts: Sequence[Prompt], group: Sequence[_Holder], scale_up_batch: int
+    prompts: Sequence[Prompt], group: Sequence[_Holder], most_rows: int
 ) -> list[tuple[Prompt, list[_Holder], Parts]]:
     """Of each prompt, where its KV goes, and in which order the group's instances serve it.
     Prompts cannot go elsewhere: they take slots before any answer."""
     # Instances that decode already go first, so that idle ones stay idle; then the roomiest.
     holders = sorted(group, key=lambda it: (not it.mastered, -it.unused, it.order))
-    size = _size(prompts, holders, scale_up_batch)
+    size = _size(prompts, holders, most_rows)
     lines = []
     for prompt in prompts:
         master = _master(prompt, holders[:size])
@@ -87,7 +87,7 @@ def _place_answer(
     return Kept(kept, _fill(prompt.answer, [*line, *others]), line[0].id)
 
 
-def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], scale_up_batch: int) -> int:
+def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], most_rows: int) -> int:
     """The least degree of parallelism that holds the KV, answers included where they can be, and
     whose masters stay below the threshold."""
     future = sum(it.future for it in prompts)
@@ -95,7 +95,7 @@ def _size(prompts: Sequence[Prompt], holders: Sequence[_Holder], scale_up_batch:
     for size in range(1, len(holders) + 1):
         first = holders[:size]
         rows += first[-1].mastered
-        if sum(it.unused for it in first) >= future and rows <= scale_up_batch * size:
+        if sum(it.unused for it in first) >= future and rows <= most_rows * size:
             return size
     return len(holders)
 

@@ -27,10 +27,14 @@ slow = pytest.mark.slow
 
 
 def cluster(
-    slots: int = 20_000, instances: int = 4, exchange_ms: int = 0, **more: object
+    slots: int = 20_000,
+    instances: int = 4,
+    exchange_ms: int = 0,
+    decode: dict[int, list[float]] | None = None,
+    **more: object,
 ) -> ClusterModel:
     """A gang that prefills 10 tokens a millisecond and an instance, and decodes in 10 ms, and
-    `exchange_ms` for every other instance of a group."""
+    `exchange_ms` for every other instance of a group, or as `decode` says."""
     data = {
         "servers": [
             {"instances": instances, "permissions": ["prefill", "decode"], "kv_slots": slots}
@@ -39,7 +43,8 @@ def cluster(
             "steps": {
                 sp: [2e-3 * sp, 1e-4 / sp, 2e-8 / sp, 1e-8 / sp] for sp in range(1, instances + 1)
             },
-            "decode": {
+            "decode": decode
+            or {
                 sp: [1e-2 + exchange_ms * 1e-3 * (sp - 1), 0.0, 0.0]
                 for sp in range(1, instances + 1)
             },
@@ -265,11 +270,18 @@ def test_an_instance_that_is_freed_counts_once_when_others_are_emptied_as_well()
     assert set(watched.steps[-1].group) == {first, third}
 
 
-def test_another_instance_draws_some_rows_when_it_becomes_idle() -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_another_instance_draws_some_rows_when_it_becomes_idle(told: bool) -> None:
     """Twelve rows on two instances, of which those of one end early: three of the six others, which
-    are too many for a master, are drawn there then. Their KV stays."""
+    are too many for a master, are drawn there then, by a threshold that was given or because two
+    draw four rows in 13 ms, and one in 14. Their KV stays."""
     two = cluster(instances=2, **FAST)
-    options = {"scale_up_batch": 3, "tipping_tokens": 900, "max_batch": 12}
+    options = {"tipping_tokens": 900, "max_batch": 12}
+    if told:
+        options["scale_up_batch"] = 3
+    else:
+        decode = {1: [1e-2, 0.0, 1e-3], 2: [1.3e-2, 0.0, 0.0]}
+        two = cluster(instances=2, decode=decode, **FAST)
     masters = [it.master for it in Watched([arrival(0, 20, 9)] * 12, two, **options).reserved]
     ends_early = masters[0]
     arrivals = [arrival(0, 20, 20 if it == ends_early else 200) for it in masters]

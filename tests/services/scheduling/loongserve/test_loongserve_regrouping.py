@@ -4,6 +4,7 @@ trying everything (§4, §5.2, §5.4)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from csps.protocols.topology import Location
 from csps.services.scheduling.commands import Share
-from csps.services.scheduling.cost import CostTable, Unmeasured
+from csps.services.scheduling.cost import LARGEST_BATCH, CostTable, Unmeasured
+from csps.services.scheduling.latency import DecodeCost, DecodeLine, LatencyKey
 from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.policies.loongserve.allocation import Migration
 from csps.services.scheduling.policies.loongserve.jobs import (
@@ -40,7 +42,7 @@ def iteration_ns(dop: int, rows: int, context: int) -> int:
 
 
 def regrouping(average_ns: int, most: int = 100) -> Regrouping:
-    return Regrouping(iteration_ns, per_slot, average_decode_ns=average_ns, scale_up_batch=most)
+    return Regrouping(iteration_ns, per_slot, average_decode_ns=average_ns, most_rows=most)
 
 
 def instance(number: int, unused: int, used: int) -> Elastic:
@@ -179,6 +181,34 @@ def test_who_is_freed_is_the_best_of_all(
 
 
 # --- masters -----------------------------------------------------------------------------------
+
+
+def measured(tipping: int, small: list[float], large: list[float]) -> DecodeCost:
+    lines = (DecodeLine.of_seconds(a * 1e-3, 1e-7, c * 1e-3) for a, c in (small, large))
+    return DecodeCost(small=next(lines), large=next(lines), tipping_batch=tipping)
+
+
+BOUND_BY_MEMORY = measured(95, [10, 0.02], [5, 0.073])
+TWO = measured(95, [11, 0.0133], [6, 0.0377])
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "rows"),
+    [
+        (BOUND_BY_MEMORY, TWO, 95),  # a master is compute-bound from 96 rows on
+        (measured(9, [1, 1], [1, 1]), measured(9, [4, 0.5], [4, 0.5]), 6),  # equal with six
+        (measured(9, [4, 1], [4, 1]), measured(9, [1, 1], [1, 1]), 0),
+        (measured(9, [1, 1], [1, 1]), measured(9, [4, 1], [4, 1]), LARGEST_BATCH),
+    ],
+)
+def test_masters_draw_as_many_rows_as_two_would_not_draw_faster(
+    one: DecodeCost, two: DecodeCost, rows: int
+) -> None:
+    table = replace(
+        SHIPPED,
+        decode=tuple((LatencyKey(strategy="decode", sp=sp), it) for sp, it in ((1, one), (2, two))),
+    )
+    assert CostTable(latencies=table).rows_alone(1) == rows
 
 
 def test_masters_stay_as_they_are_up_to_the_threshold() -> None:
