@@ -128,6 +128,16 @@ def test_a_mistake_is_one_line(
     assert error.count("\n") == 1
 
 
+def test_a_misspelled_command_is_named_and_none_lists_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulat"])
+    assert "there is no 'simulat'; did you mean 'simulate'?" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "  check-config  check a configuration file" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", ["a: [", "[]", "\t", "", "applications: [null]"])
 def test_what_is_no_configuration_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str

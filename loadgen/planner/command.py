@@ -135,7 +135,8 @@ def _lines(
     topology = Topology.of(group.locations)
     yield (
         f"{question.tokens} tokens on {group.members} instances of {group.tp}, "
-        f"{len(topology.servers)} servers, {len(topology.racks)} racks; {_wanted(question)}"
+        f"{_counted(len(topology.servers), 'server')}, {_counted(len(topology.racks), 'rack')}; "
+        f"{_wanted(question)}"
     )
     yield ""
     yield ROW.format("", "strategy", "levels", "drop ratio", "M", "judged by", "TTFT", "loss")
@@ -190,6 +191,10 @@ def _engine_name(found: Found) -> str:
     if not it.lossless:
         return "csa"
     return "levels" if it.pipelined else "ulysses"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _wanted(question: Question) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from csps import __version__
 
+MISUSED = 2
+"""Exit status where no command was named, as argparse has it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 
@@ -78,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from csps.protocols.errors import CspsError
 
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        _parser().print_help()
+        return MISUSED
     command = COMMANDS[_parser().parse_args(words[:1]).command]
     try:
         return command.load()(words[1:]) or 0
@@ -99,8 +104,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"csps {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("command", type=_command, help="one of those below")
     return parser
+
+
+def _command(name: str) -> str:
+    from csps.protocols.errors import abridged, nearest
+
+    if name not in COMMANDS:
+        raise argparse.ArgumentTypeError(f"there is no {abridged(name)}{nearest(name, COMMANDS)}")
+    return name
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_without_measurements_of_accuracy_only_exact_attention_is_safe(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = planned(capsys, cluster, "--max-accuracy-loss", "0.05")
-    assert "4096 tokens on 2 instances of 1, 2 servers, 1 racks" in lines[0]
+    assert "4096 tokens on 2 instances of 1, 2 servers, 1 rack; " in lines[0]
     chosen = lines[3].split()
     assert chosen[0] == "chosen"
     assert chosen[1] in ("ulysses", "levels", "sp_tp", "ring_kv", "ring_q")

@@ -158,6 +158,9 @@ async def test_the_model_card_promises_what_the_gangs_can_hold(parser: RequestPa
         assert fits.status_code == 200
         too_long = await server.complete(prompt=[1] * (promised + 1), max_tokens=2)
         check_error(too_long, 400, "context_length_exceeded")
+        # Nor for the model: what is said is what would fit here.
+        longer = await server.complete(prompt=[1] * (parser.max_positions + 1), max_tokens=2)
+        assert f"context length is {promised} tokens" in longer.json()["error"]["message"]
 
 
 async def test_an_answer_without_a_length_is_as_long_as_one_instance_holds(
