@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import socket
 
-FIRST, LAST = 21_000, 29_999
-"""Neither Ray nor Serve takes any of these for itself, nor does the system for connections: what is
-free when it is looked for still is when it is used."""
+FIRST, LAST = 25_000, 29_999
+"""Neither Ray nor Serve takes any of these for itself, nor a server of ours for its Ray, nor does
+the system for connections: what is free when it is looked for still is when it is used."""
 
 
 def free_port() -> int:

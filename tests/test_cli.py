@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 
 from csps.cli import COMMANDS, main
 from csps.protocols.errors import ConfigError
@@ -204,10 +205,10 @@ def test_no_path_depends_on_where_a_process_runs(
 
 
 def test_a_port_in_use_is_said_in_one_line() -> None:
+    port = free_port()
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^port {port} on 127\.0\.0\.1 cannot be used"):
             preflight.check_port("127.0.0.1", port)
     preflight.check_port("127.0.0.1", port)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ STOP_GRACE_S = 3.0
 STOP_DEADLINE_S = 20.0
 POLL_S = 0.2
 POLL_TIMEOUT_S = 5.0
+PORTS = range(20_000, 25_000)
+"""Ray gives none of these to its workers, nor Serve to replicas, nor the system to connections:
+nobody else comes by what was found free here until Ray listens on it, which takes seconds."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Tensors never go through Ray; its default would be a third of the machine's memory."""
 
@@ -224,12 +228,19 @@ def _write_secret(path: Path, text: str) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct free ports of loopback, outside of the range that Ray gives to its workers."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Distinct ones of `PORTS` on which nobody listens.
+
+    Raises:
+        FaultError: there are not so many.
+    """
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise FaultError(f"no {count} of the ports {PORTS.start} to {PORTS.stop - 1} are free")
 
 
 def _wait_for_dashboard(head: RayHead, process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from csps.cli import main
+from csps.protocols.errors import FaultError
 from csps.services.launch import ray_head
 
 _LEADER = """
@@ -124,3 +127,16 @@ def test_a_session_of_somebody_else_is_left_alone(run_dir: Path, tmp_path: Path)
         assert not gone(other.child)
     finally:
         other.end()
+
+
+def test_ports_are_distinct_and_nobody_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken is passed over; too few are said."""
+    with socket.socket() as taken:
+        taken.bind((ray_head.LOOPBACK, free_port()))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ray_head, "PORTS", range(port, port + 9))
+        found = ray_head._free_ports(3)
+        assert len(set(found)) == 3
+        assert set(found) < set(range(port + 1, port + 9))
+        with pytest.raises(FaultError, match=f"no 9 of the ports {port} to {port + 8} are free"):
+            ray_head._free_ports(9)
