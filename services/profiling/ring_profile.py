@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -42,6 +43,7 @@ class RingProfile:
                     self._say("out of time; the same command goes on from here")
                     return
                 load = os.getloadavg()[0]
+                await asyncio.sleep(self._effort.pause_s)
                 rows = self._rows(run, await measure_ring(cell, run), load)
                 for row in rows:
                     self._base.add(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -35,6 +36,9 @@ class Effort:
     """Measurements of each step and batch."""
     iterations: int = 32
     """Of decoding, which are one measurement."""
+    pause_s: float = 0.1
+    """Before each step: on a server it comes after something else, and right after its like, with
+    weights and code in the caches, it takes up to a third less."""
     limit_s: float = 600.0
     """Nothing new is begun after so long."""
 
@@ -114,6 +118,7 @@ class StepProfile:
         """Measure a run and keep its rows; returns the last, which says most."""
         load = os.getloadavg()[0]
         if isinstance(run, StepRun):
+            await asyncio.sleep(self._effort.pause_s)
             rows = self._step_rows(run, await measure_step(cell, run), load)
         else:
             seconds = await measure_iterations(cell, run, self._effort.iterations)

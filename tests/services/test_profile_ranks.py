@@ -209,7 +209,7 @@ async def test_an_interrupted_profile_keeps_what_it_has_and_goes_on_from_there(
 ) -> None:
     """Ctrl-C cancels the task that `asyncio.run` waits for."""
     said: list[str] = []
-    effort = Effort(quick=True, rounds=1, iterations=8)
+    effort = Effort(quick=True, rounds=1, iterations=8, pause_s=0.0)
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
 
         def say(line: str) -> None:
@@ -230,7 +230,7 @@ async def test_nothing_new_is_begun_after_the_limit(
     settings: Settings, short_plan: None, rank_threads: None
 ) -> None:
     said: list[str] = []
-    effort = Effort(quick=True, rounds=1, iterations=8, limit_s=-1.0)
+    effort = Effort(quick=True, rounds=1, iterations=8, pause_s=0.0, limit_s=-1.0)
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
         await StepProfile(base, settings, effort, said.append).run()
         assert base.rows(StepRow) == []
