@@ -14,18 +14,14 @@ class RopeSpec:
     """How a model rotates its queries and keys, with any scaling of its frequencies worked out."""
 
     inverse_frequencies: tuple[float, ...]
-    """Radians per position, one for each pair of rotated dims."""
+    """Radians per position, one for each pair of rotated dims: the leading ones of each head. The
+    rest pass unchanged."""
 
     amplitude: float = 1.0
     """Factor on cos and sin: YaRN's attention temperature."""
 
     interleaved: bool = False
     """Pairs are (0, 1), (2, 3), ... as in GLM; else (0, r), (1, r + 1), ... as in Llama."""
-
-    @property
-    def rotated_dims(self) -> int:
-        """Leading dims of each head that are rotated; the rest pass unchanged."""
-        return 2 * len(self.inverse_frequencies)
 
 
 @dataclass(frozen=True, kw_only=True)

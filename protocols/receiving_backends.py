@@ -83,11 +83,6 @@ class ReceivingBackends:
             self.free += held.backends
         return self._grant()
 
-    def backends_of(self, request: int) -> int:
-        """How many a request holds."""
-        held = self._requests.get(request)
-        return 0 if held is None else held.backends
-
     def waiting_of(self, request: int) -> list[Transfer]:
         """Transfers of a request without a backend."""
         held = self._requests.get(request)

@@ -1,16 +1,15 @@
 """Ring pass-KV or ring pass-Q, prefill by prefill (Context Parallelism §3.4, App. C and D).
 
-Three rules. Alg. 1 compares what goes round, and whether it hides behind attention; Alg. 5 also
-counts what pass-Q sends in the end, which nothing hides; the empirical one separates measured
-points. All take T new tokens after P of history:
+Two rules. Alg. 5 compares what goes round, whether that hides behind attention, and what pass-Q
+sends in the end, which nothing hides and Alg. 1 leaves out; the empirical one separates measured
+points. Both take T new tokens after P of history:
 
     Eq. 2   T* = N C e r / (2 BW)         from so many on keys and values hide behind attention
-    Alg. 1  pass-KV if T >= T* or T / (T + P) >= 2 r
     Alg. 5  pass-KV if T / (T + P) >= 2 r (1 - T / T*)
     App. D  pass-KV if alpha ln T + beta ln(T / (T + P)) + gamma > 0
 
 with N members, r = KV heads / query heads, e bytes a number, C operations and BW bytes a second of
-a rank. As printed Alg. 5 has Alg. 1's first clause as well, which its second one implies. The paper
+a rank. As printed Alg. 5 also takes pass-KV if T >= T*, which its other clause implies. The paper
 prints alpha -1.059, beta 1.145 and gamma 12.112, which is always pass-Q; gamma 12.68 is right about
 all of its measurements (Table 4).
 """
@@ -65,14 +64,6 @@ def hiding_tokens(model: RingModel, speeds: RingSpeeds, members: int) -> float:
     """T*: new tokens from which on pass-KV's messages take no longer than attention (Eq. 2)."""
     seconds_ratio = speeds.flops / speeds.bytes_per_s
     return members * seconds_ratio * model.element_bytes * model.ratio / 2
-
-
-def algorithm_1(
-    new: int, history: int, *, model: RingModel, speeds: RingSpeeds, members: int
-) -> Ring:
-    """Alg. 1."""
-    hides = new >= hiding_tokens(model, speeds, members)
-    return _ring(hides or miss_rate(new, history) >= 2 * model.ratio)
 
 
 def algorithm_5(

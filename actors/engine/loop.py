@@ -200,11 +200,6 @@ class EngineLoop:
         """Steps that have not begun."""
         return len(self._desk)
 
-    @property
-    def open_steps(self) -> int:
-        """Steps that have arrived and are not over: some KV may still have to leave."""
-        return len(self._desk) + len(self.departures)
-
     # --- the engine thread -----------------------------------------------------------------
 
     def run(self) -> None:

@@ -23,7 +23,7 @@ from gang_cell import (
     prompt_of,
     shares_at,
 )
-from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, thread_cell
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps, thread_cell
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,7 +249,7 @@ async def hold(cell: ThreadCell, model: Path, plans: Sequence[Plan]) -> None:
     await asyncio.gather(*(talk.go_through(model) for talk in talks))
     await asyncio.gather(*(talk.end() for talk in talks))
     ranks = cell.prefill_gang.ranks
-    await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+    await eventually(lambda: not any(map(open_steps, ranks)))
     cell.check_idle()
 
 

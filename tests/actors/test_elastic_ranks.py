@@ -25,7 +25,7 @@ from gang_cell import (
     prompt_of,
     shares_at,
 )
-from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -347,7 +347,7 @@ async def check(
         await asyncio.gather(*(story.end(cell, model) for story in stories))
         await cell.prefilled(*cell.jobs)
         ranks = cell.prefill_gang.ranks
-        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        await eventually(lambda: not any(map(open_steps, ranks)))
         cell.check_idle()
 
 

@@ -22,7 +22,7 @@ from gang_cell import (
     prompt_of,
     shares_at,
 )
-from gang_threads import STRICT, ThreadCell, elastic_cell, eventually
+from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
 from held_steps import HeldSteps
 from hypothesis import given, settings
@@ -168,7 +168,7 @@ async def test_a_row_that_ends_takes_its_move_along(
         await check_answer(cell, tiny_llama, ending)
         await cell.freed(1, 3)
         ranks = cell.prefill_gang.ranks
-        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        await eventually(lambda: not any(map(open_steps, ranks)))
         cell.check_idle()
 
 
@@ -324,7 +324,7 @@ async def check(
         stories = [Story(rid, plan, instances) for rid, plan in enumerate(plans, 1)]
         await asyncio.gather(*(story.live(cell, model) for story in stories))
         ranks = cell.prefill_gang.ranks
-        await eventually(lambda: not any(rank.loop.open_steps for rank in ranks))
+        await eventually(lambda: not any(map(open_steps, ranks)))
         cell.check_idle()
 
 

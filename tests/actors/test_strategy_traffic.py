@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ring_traffic import ring_kv_traffic, ring_q_traffic
 from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
@@ -23,7 +24,6 @@ from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.strategies.ulysses import Ulysses
 from csps.configurator.csa_traffic import csa_traffic, levels_traffic
-from csps.configurator.ring_traffic import ring_kv_traffic, ring_q_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import (
     Traffic,

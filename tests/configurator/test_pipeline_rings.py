@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_groups import TWO_SERVERS, group
 from property_examples import examples
+from ring_traffic import ring_kv_traffic, ring_q_traffic
 
 from csps.configurator.phase_times import AttentionTimes, Line, PhaseTimes
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds, ring_seconds
 from csps.configurator.pipeline.ring import _RingLayer, simulate_ring
 from csps.configurator.pipeline.wiring import LinkSpeed
-from csps.configurator.ring_traffic import ring_kv_traffic, ring_q_traffic
 from csps.protocols.group_shape import GroupShape
 from csps.protocols.plans import RINGS, Ring
 from csps.protocols.topology import Topology

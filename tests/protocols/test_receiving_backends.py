@@ -48,11 +48,15 @@ class World:
         """Some transfer ends."""
         transfer = self.sending.pop(choice % len(self.sending))
         self.left[transfer.request] -= 1
-        held = self.queue.backends_of(transfer.request)
+        held = self.backends_of(transfer.request)
         self.begin(self.queue.landed(transfer))
-        assert self.queue.backends_of(transfer.request) >= held, "given back before the last chunk"
+        assert self.backends_of(transfer.request) >= held, "given back before the last chunk"
         if not self.left[transfer.request]:
             self.begin(self.queue.release(transfer.request))
+
+    def backends_of(self, request: int) -> int:
+        held = self.queue._requests.get(request)
+        return 0 if held is None else held.backends
 
     def begin(self, granted: list[Transfer]) -> None:
         for transfer in granted:
@@ -97,7 +101,7 @@ def test_whatever_is_cancelled_the_others_finish(
         made.to_ask = [it for it in made.to_ask if not it or it[0].request != number]
         made.sending = [it for it in made.sending if it.request != number]
         made.begin(made.queue.release(number))
-        assert made.queue.backends_of(number) == 0
+        assert made.backends_of(number) == 0
     while made.asking or made.sending:
         (made.land if made.sending else made.ask)(data.draw(numbers))
     assert all(not left for number, left in made.left.items() if number not in cancelled)

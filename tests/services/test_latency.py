@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tetris_table_1 import TETRIS_TABLE_1
 
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.latency import (
@@ -25,7 +26,6 @@ from csps.services.scheduling.latency_published import (
     LOONGSERVE_LWM_7B_A800,
     PUBLISHED,
     TETRIS_LLAMA3_8B_A100,
-    TETRIS_TABLE_1,
 )
 
 ONE_NS = 1 << FRACTION_BITS

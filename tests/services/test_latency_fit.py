@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
+from tetris_table_1 import TETRIS_TABLE_1
 
 from csps.protocols.errors import ConfigError
 from csps.services.scheduling.latency import (
@@ -28,7 +29,7 @@ from csps.services.scheduling.latency_fit import (
     fit_link,
     fit_step,
 )
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800, TETRIS_TABLE_1
+from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
 from csps.services.scheduling.latency_refit import Refit
 from csps.services.scheduling.least_squares import NormalEquations
 

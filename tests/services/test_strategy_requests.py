@@ -17,10 +17,10 @@ from gang_threads import eventually
 from greedy_reference import greedy_tokens
 from http_over_ranks import Served, served
 from prometheus_client.parser import text_string_to_metric_families
+from ring_traffic import ring_kv_traffic, ring_q_traffic
 from tiny_checkpoints import make_checkpoint
 
 from csps.configurator.csa_traffic import csa_traffic
-from csps.configurator.ring_traffic import ring_kv_traffic, ring_q_traffic
 from csps.configurator.traffic import gathered_weights_traffic, instance_sums
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.csa import CsaPlan, LayerGroup

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tetris_table_1 import TETRIS_TABLE_1
 
 from csps.configurator.scaling_information_base import (
     FitRow,
@@ -18,7 +19,7 @@ from csps.protocols.errors import ConfigError
 from csps.services.scheduling.commands import Piece, RunStep
 from csps.services.scheduling.cost import CostTable
 from csps.services.scheduling.latency import LatencyKey, StepCost
-from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800, TETRIS_TABLE_1
+from csps.services.scheduling.latency_published import LOONGSERVE_LWM_7B_A800
 from csps.services.scheduling.latency_shipped import SHIPPED
 from csps.services.scheduling.stored_table import stored
 

@@ -7,9 +7,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_cdsp import PlainCdsp, Queues, chains, same
+from tetris_table_1 import TETRIS_TABLE_1
 
 from csps.services.scheduling.latency import StepCost
-from csps.services.scheduling.latency_published import TETRIS_LLAMA3_8B_A100, TETRIS_TABLE_1
+from csps.services.scheduling.latency_published import TETRIS_LLAMA3_8B_A100
 from csps.services.scheduling.policies.tetris.cdsp import Cdsp, Chunk
 
 S = 1_000_000_000
