@@ -78,9 +78,12 @@ async def client_of(server: Deployed) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def check_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Equal tokens, or first different where the two likeliest are as good as equal."""
+    """Equal tokens, or first different where both have drawn one of the two likeliest, which are as
+    good as equal."""
     for at, (one, other) in enumerate(zip(ours["tokens"], theirs["tokens"], strict=True)):
         if one != other:
-            best, second = sorted(theirs["top_logprobs"][at].values(), reverse=True)[:2]
-            assert best - second <= TIE, f"token {at}: {one!r}, not {other!r}"
+            for likeliest in (ours["top_logprobs"][at], theirs["top_logprobs"][at]):
+                apart = f"token {at}: {one!r}, not {other!r}, of {likeliest}"
+                assert {one, other} <= likeliest.keys(), apart
+                assert abs(likeliest[one] - likeliest[other]) <= TIE, apart
             return

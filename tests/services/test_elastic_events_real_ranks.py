@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from any_layout import AnyLayout
+from gang_cell import ANSWER_S
 from gang_threads import eventually
 from held_steps import HeldSteps
 from test_service_real_ranks import ELASTIC, Cell, answer, real_cell, streams
@@ -53,7 +54,8 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
     """Submit the requests, and wait for it."""
     wanted = WANTED[event]
     requests = [cell.submit(**it) for it in wanted[:-1]]
-    answers = [asyncio.ensure_future(answer(running)) for running in requests]
+    scaled_up = asyncio.Event()
+    answers = [asyncio.ensure_future(read(running, scaled_up)) for running in requests]
     await eventually(lambda: any(it.state == "decoding" for it in requests))
     steps = HeldSteps(patch) if event == "preempt and scale down" else None
     requests.append(cell.submit(**wanted[-1]))
@@ -65,15 +67,20 @@ async def come_to(cell: Cell, event: str, patch: pytest.MonkeyPatch) -> Held:
     if event == "migrate":
         await eventually(lambda: any(it.move is not None for it in live()))
     else:
-        await eventually(lambda: any(map(has_scaled_up, requests)))
+        async with asyncio.timeout(ANSWER_S):
+            await scaled_up.wait()
     return Held(requests, answers, lambda: None)
 
 
-def has_scaled_up(running: Running) -> bool:
-    """It draws tokens whose KV lies where none of its prompt's does."""
-    more = KV_SLOTS - running.generation.prompt.size + 5
-    grown = any(it.kind == "scale_up" for it in running.elastic)
-    return grown and more < running.timings.tokens < MAX_TOKENS
+async def read(running: Running, scaled_up: asyncio.Event) -> list[int]:
+    """All tokens. The event comes with the first whose KV lies where none of its prompt's does."""
+    more, tokens = KV_SLOTS - running.generation.prompt.size + 5, list[int]()
+    async with asyncio.timeout(ANSWER_S):
+        async for token in running:
+            tokens.append(token.token)
+            if len(tokens) > more and any(it.kind == "scale_up" for it in running.elastic):
+                scaled_up.set()
+    return tokens
 
 
 async def undisturbed(cell: Cell, event: str) -> list[list[int]]:
