@@ -16,7 +16,8 @@ from csps.services.http.api import Api
 from csps.services.http.request_parser import RequestParser
 from csps.services.launch.credentials import ApiKeys
 from csps.services.launch.settings import Settings
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.slo import Slo
 from csps.services.telemetry.metrics import Metrics
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from csps.models.tokenizer import Tokenizer
 from csps.protocols.tokens import TokenDrawn, TokenLogprob
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 

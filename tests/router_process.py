@@ -32,7 +32,8 @@ from csps.protocols.sampling import Sampling
 from csps.services.cluster.attachment import Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.router.cost_book import CostBook
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.policies.choice import make_policy

@@ -28,7 +28,8 @@ from csps.services.http.response import GeneratedResponse
 from csps.services.http.streaming import EventStream
 from csps.services.http.tokenizer_pool import TokenizerPool
 from csps.services.launch.credentials import ApiKeys, TimelineClients
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 from csps.services.telemetry.metrics import Metrics

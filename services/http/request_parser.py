@@ -32,8 +32,8 @@ from csps.protocols.openai import (
 from csps.protocols.plans import Objective
 from csps.protocols.sampling import Sampling
 from csps.services.launch.settings import Settings
+from csps.services.router.generation import Generation
 from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.running import Generation
 from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 from csps.services.scheduling.prefix.settings import BLOCK_TOKENS

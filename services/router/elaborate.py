@@ -9,7 +9,7 @@ from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.gang_client import GangClient
 from csps.protocols.options import parse_option
 from csps.protocols.plans import LEVELS, RIDE, Plan
-from csps.services.router.running import Generation
+from csps.services.router.generation import Generation
 from csps.services.scheduling.commands import RunStep
 from csps.services.scheduling.ids import index_of
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 from csps.protocols.errors import CspsError
 from csps.protocols.tokens import FinishReason, TokenDrawn
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.sequences import LiveSequence
 from csps.services.scheduling.events import AnyEvent, Cancelled, Submitted
 from csps.services.scheduling.ids import RequestId

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,56 +16,14 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from csps.protocols import trace_context
-from csps.protocols.csa_settings import CsaSettings
-from csps.protocols.messages import PrefillDone
 from csps.protocols.placement import KvShare
-from csps.protocols.plans import AskedRing, Attention, Objective, Plan, RequestClass
-from csps.protocols.sampling import Sampling
+from csps.protocols.plans import Plan
 from csps.protocols.tokens import FinishReason, TokenDrawn
-from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.slo import Slo
+from csps.services.router.generation import Generation
+from csps.services.router.timings import Marks, Timings
 from csps.services.telemetry.elastic_metrics import ElasticEvent
 
 State = Literal["queued", "reserving", "prefill", "landing", "decoding", "finished", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """What a client wants, validated and tokenized."""
-
-    request_id: str
-    prompt: NDArray[np.int32]
-    """Token ids, at least one."""
-    sampling: Sampling
-    objective: Objective = field(default_factory=Objective)
-    attention: Attention = "auto"
-    csa: CsaSettings | None = None
-    """With attention "csa", unless all of it is open."""
-    open: bool = False
-    """How it attends is the configurator's choice, within the bounds of the objective."""
-    given: tuple[str, ...] = ()
-    """If it is: fields of `csa` that are not."""
-    refuses: bool = False
-    """It fails if its bounds are not going to be met."""
-    strategy: AskedRing | None = None
-    """Of exact attention, if one was asked for."""
-    slo: Slo = field(default_factory=Slo)
-    prefix: PrefixKey | None = None
-    """By which KV is found that others have left, and this is left to others; None: none is."""
-    hashes: tuple[bytes, ...] = ()
-    """Of the prompt's whole blocks."""
-    deadline_s: float | None = None
-    """Seconds after submission when the request fails if it has not finished; None waits."""
-
-    @cached_property
-    def cls(self) -> RequestClass:
-        """What it shares with requests that can run in one step with it."""
-        objective = self.objective if self.open else None
-        return RequestClass(self.csa, self.strategy, objective, self.given)
-
-    def __post_init__(self) -> None:
-        if self.prompt.ndim != 1 or not self.prompt.size:
-            raise ValueError("a prompt is a non-empty row of token ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,80 +40,6 @@ class Placement:
     """Decode instance that draws the tokens."""
     batched_with: int = 0
     """Other requests in the same prefill job."""
-
-
-@dataclass(kw_only=True)
-class Timings:
-    """Seconds spent in each state by the last attempt; None for a state that was not reached.
-
-    `ttft_s` and `total_s` count from submission, over all attempts.
-    """
-
-    queue_s: float | None = None
-    """Waiting for a place."""
-    plan_s: float | None = None
-    """From the place until the first step was sent: decode slots are reserved meanwhile."""
-    prefill_s: float | None = None
-    """From the first step's sending to its token."""
-    transfer_s: float | None = None
-    """From that token until all KV had landed: the part of the transfer that shows."""
-    transfer_wait_s: float | None = None
-    """The longest that KV has waited for its turn to be sent to a decode rank."""
-    decode_s: float | None = None
-    """From the hand-over to decode until the last token."""
-    ttft_s: float | None = None
-    total_s: float | None = None
-    rank_queue_s: float = 0.0
-    """The slowest prefill rank's figures, as it reported them."""
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    """Waiting for exchanges inside the prefill group."""
-    exchange_s: float = 0.0
-    """Such exchanges were under way, hidden behind computing or not."""
-    hidden_communication: float | None = None
-    """Hidden communication / total communication, over all ranks; None without any."""
-    rank_transfer_s: float = 0.0
-    yielded_s: float = 0.0
-    tokens: int = 0
-    attempts: int = 0
-
-    def add_figures(self, figures: Sequence[PrefillDone]) -> None:
-        """Take in what the ranks of a prefill group have measured."""
-        self.rank_queue_s = max(it.queue_s for it in figures)
-        self.compute_s = max(it.compute_s for it in figures)
-        self.communication_s = max(it.communication_s for it in figures)
-        self.exchange_s = max(it.exchange_s for it in figures)
-        self.hidden_communication = _hidden(figures)
-        self.rank_transfer_s = max(it.transfer_s for it in figures)
-        self.yielded_s = max(it.yielded_s for it in figures)
-
-
-def _hidden(figures: Sequence[PrefillDone]) -> float | None:
-    total_s = sum(it.exchange_s for it in figures)
-    if not total_s:
-        return None
-    return max(0.0, 1.0 - sum(it.communication_s for it in figures) / total_s)
-
-
-@dataclass(slots=True)
-class Marks:
-    """When (`time.monotonic()`) an attempt reached each state."""
-
-    submitted: float = field(default_factory=time.monotonic)
-    queued: float = field(default_factory=time.monotonic)
-    """Entered the queue: `submitted`, or the loss of the previous attempt."""
-    placed: float | None = None
-    """The scheduler has found a place; decode slots are asked for."""
-    launched: float | None = None
-    """The attempt's first step was sent."""
-    prefilled: float | None = None
-    """Its prefill has drawn a token."""
-    first_token: float | None = None
-    """Of the answer, whichever attempt it came from."""
-    joined: float | None = None
-    """All KV had landed and decode was told to go on."""
-    last_token: float | None = None
-    ended: float | None = None
 
 
 class Running:

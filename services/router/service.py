@@ -17,9 +17,10 @@ from csps.services.router.attached import AttachedGangs, gang_up
 from csps.services.router.cost_book import CostBook
 from csps.services.router.elastic_events import ElasticEvents
 from csps.services.router.executor import Executor
+from csps.services.router.generation import Generation
 from csps.services.router.reports import Reports, error_of
 from csps.services.router.requests import Requests
-from csps.services.router.running import Generation, Running
+from csps.services.router.running import Running
 from csps.services.router.sequences import Sequences
 from csps.services.router.slo import Slo
 from csps.services.router.step_launch import StepLauncher

@@ -15,8 +15,9 @@ from csps.protocols.errors import RequestError, TransferError
 from csps.protocols.gang_members import GangRole
 from csps.protocols.messages import KvLanded
 from csps.protocols.tokens import FinishReason
-from csps.services.router.running import Running, Timings
+from csps.services.router.running import Running
 from csps.services.router.slo import Objective, Slo
+from csps.services.router.timings import Timings
 from csps.services.scheduling.scheduler import Counts
 from csps.services.telemetry.elastic_metrics import ElasticEvent, ElasticMetrics
 from csps.services.telemetry.error_type import error_type

@@ -13,7 +13,8 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from csps.protocols import trace_context
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.telemetry.error_type import error_type
 
 _TRACER = trace.get_tracer("csps.router")

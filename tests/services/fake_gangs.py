@@ -42,7 +42,8 @@ from csps.services.cluster.attachment import Cluster, ClusterDeadlines
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import Configure, CostBook
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Unmeasured
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits

@@ -16,8 +16,9 @@ from tiny_checkpoints import reference_tokens
 
 from csps.protocols.gang_members import GangRole
 from csps.protocols.sampling import Sampling
+from csps.services.router.generation import Generation
 from csps.services.router.prefix_key import PrefixKey
-from csps.services.router.running import Generation, Running
+from csps.services.router.running import Running
 from csps.services.scheduling.cost import Unmeasured
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings

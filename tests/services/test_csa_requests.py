@@ -15,7 +15,9 @@ from csps.protocols.errors import ConfigError, InvalidRequest
 from csps.protocols.messages import PrefillDone
 from csps.protocols.plans import StrategyChoices, StrategyQuestions
 from csps.protocols.sampling import Sampling
-from csps.services.router.running import Generation, Running, Timings
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
+from csps.services.router.timings import Timings
 
 RULES = StrategyRules(SHAPE)
 SETTINGS = CsaSettings(drop_ratios=((0.5,),))

@@ -20,7 +20,8 @@ from csps.protocols.messages import KvLanded, PrefillDone
 from csps.protocols.plans import Objective, Plan
 from csps.protocols.sampling import Sampling
 from csps.protocols.topology import Location
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.slo import Slo
 from csps.services.scheduling.scheduler import Counts
 from csps.services.telemetry.elastic_metrics import ElasticEvent

@@ -11,7 +11,7 @@ from tiny_checkpoints import reference_tokens
 
 from csps.protocols.plans import ASKED_RINGS
 from csps.protocols.sampling import Sampling
-from csps.services.router.running import Generation
+from csps.services.router.generation import Generation
 from csps.services.scheduling.policies.choice import make_policy
 
 TOKENS = 6

@@ -10,7 +10,8 @@ import pytest
 from csps.protocols.errors import GangLost
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import TokenDrawn
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 
 DEADLINE_S = 60
 

@@ -27,7 +27,8 @@ from csps.services.cluster.attachment import PAIR, Cluster
 from csps.services.cluster.directory import ClusterView, StaticDirectory
 from csps.services.cluster.generations import MemoryGenerations
 from csps.services.router.cost_book import CostBook
-from csps.services.router.running import Generation, Running
+from csps.services.router.generation import Generation
+from csps.services.router.running import Running
 from csps.services.router.service import RequestService
 from csps.services.scheduling.cost import CostTable, Latencies, Unmeasured
 from csps.services.scheduling.decisions import Policy
