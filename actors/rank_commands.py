@@ -18,7 +18,8 @@ from csps.actors.rank_config import RankConfig
 from csps.actors.router_attachment import RouterAttachment
 from csps.protocols import schema
 from csps.protocols.balance import balanced
-from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.conducting.steps import StepTask
+from csps.protocols.conductor import Conductor
 from csps.protocols.errors import ConfigError, ProtocolError
 from csps.protocols.messages import CancelRequest, JoinBatch, Keep, Release, Reserve
 from csps.protocols.prefill_job import PrefillJob

@@ -37,8 +37,6 @@ from csps.protocols.log_entries import (
 )
 from csps.protocols.span import Span
 
-__all__ = ["Conductor", "StepTask"]
-
 QUANTUM_NS = 50_000_000
 SHORT_ROWS = 4096
 """Steps of up to so many tokens take about as long for each of them: attention is a small part."""

@@ -147,7 +147,7 @@ def _lines(
     for found in by_hand:
         yield _row("by hand", found)
     yield ""
-    yield from _why(question, answer, model)
+    yield from _why(answer, model)
 
 
 def _different(answer: Answer) -> Iterator[Found]:
@@ -206,7 +206,7 @@ def _wanted(question: Question) -> str:
     return wanted + bounds
 
 
-def _why(question: Question, answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
+def _why(answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
     if answer.met:
         yield f"Nothing else of {answer.compared} configurations is better within the bounds."
     else:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from csps.loadgen.simulator.decode_batch import IterationLog, Jump, Row, filled, states
 from csps.loadgen.simulator.step_order import Task
 from csps.loadgen.simulator.timeline import Timeline
-from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.conducting.steps import StepTask
+from csps.protocols.conductor import Conductor
 from csps.protocols.iteration import fill
 from csps.protocols.log_entries import Abort, Change, Entry, Iterate, Place, Run
 from csps.services.scheduling.latency import HybridCost

@@ -199,9 +199,7 @@ class RequestService:
     def _check(self, generation: Generation) -> None:
         self._check_open()
         prompt_tokens = int(generation.prompt.size)
-        refusal = self._scheduler.refusal(
-            prompt_tokens, generation.sampling.max_tokens, generation.cls.key
-        )
+        refusal = self._scheduler.refusal(prompt_tokens, generation.sampling.max_tokens)
         if refusal is not None:
             raise error_of(refusal)
         policy = self._scheduler.policy_name

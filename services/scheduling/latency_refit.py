@@ -37,7 +37,6 @@ class Refit:
     def __init__(self, table: LatencyTable) -> None:
         self._table = table
         self._seen: dict[LatencyKey, _KeyRefit] = {}
-        self.observations = 0
 
     def observe(self, key: LatencyKey, rows: Sequence[Row], took_ns: int) -> None:
         """Count a step that has ended.
@@ -51,7 +50,6 @@ class Refit:
             base = self._table.step(key.sp, key.tp, key.strategy)
             self._seen[key] = _KeyRefit(base)
         self._seen[key].observe(rows, took_ns)
-        self.observations += 1
 
     def table(self) -> LatencyTable:
         """The first table with the groups refitted that were observed."""

@@ -173,7 +173,7 @@ class Scheduler:
         self._watch.plan()
         return Outcome(turn.commands, self._wake_at_ns())
 
-    def refusal(self, prompt_tokens: int, output_tokens: int, cls: str) -> WireError | None:
+    def refusal(self, prompt_tokens: int, output_tokens: int) -> WireError | None:
         """Why such a request would be refused now; asks nothing of the state but its answer."""
         error = self._requests.admission.refusal(prompt_tokens, output_tokens)
         return None if error is None else wire_error(error)

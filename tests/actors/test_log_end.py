@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from csps.actors.engine.log_end import ConductorEnd, MemberEnd
-from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.conducting.steps import StepTask
+from csps.protocols.conductor import Conductor
 from csps.protocols.errors import ConnectionLost, ProtocolError
 from csps.protocols.log_connection import LogSocket
 from csps.protocols.log_entries import Entry, Op, Prepared, Ran, Run, Shutdown

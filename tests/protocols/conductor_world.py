@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from csps.protocols.conductor import Conductor, StepTask
+from csps.protocols.conducting.steps import StepTask
+from csps.protocols.conductor import Conductor
 from csps.protocols.log_entries import (
     Abort,
     Change,

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.protocols.conducting import steps
-from csps.protocols.conductor import SHORT_ROWS, Conductor, StepTask
+from csps.protocols.conducting.steps import StepTask
+from csps.protocols.conductor import SHORT_ROWS, Conductor
 from csps.protocols.errors import ProtocolError
 from csps.protocols.log_entries import (
     Abort,

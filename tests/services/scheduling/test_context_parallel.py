@@ -258,7 +258,7 @@ def test_whoever_is_admitted_starts_on_an_idle_elastic_gang(
     desk = Desk(make_policy("context_parallel", {"short_tokens": short}))
     desk.turn(gang_up(1, slots, prefill=True, decode=True, max_positions=300))
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        refusal = desk.scheduler.refusal(prompt, output)
         commands = desk.turn(desk.submit(prompt, output))
         assert (refusal is None) == (prompt + output <= min(300, sum(slots)))
         if refusal is None:

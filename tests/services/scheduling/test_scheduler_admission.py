@@ -39,7 +39,7 @@ def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
     assert isinstance(error, QueueFull)
     assert str(error) == "2 requests are waiting"
     assert 1 <= error.retry_after_s <= 60
-    for refusal in (desk.scheduler.refusal(500, 10, "exact"), desk.scheduler.refusal_unread()):
+    for refusal in (desk.scheduler.refusal(500, 10), desk.scheduler.refusal_unread()):
         assert refusal == refuse.error
     desk.turn(ev.Cancelled(request=first.request))
     assert desk.scheduler.refusal_unread() is None
@@ -91,7 +91,7 @@ def capacity_desk() -> Desk:
 @pytest.mark.parametrize(("prompt", "output"), [(1, 150), (200, 5), (55, 150), (100, 105)])
 def test_what_an_idle_cluster_can_hold_fits(prompt: int, output: int) -> None:
     desk = capacity_desk()
-    assert desk.scheduler.refusal(prompt, output, "exact") is None
+    assert desk.scheduler.refusal(prompt, output) is None
     assert desk.scheduler.fit.longest_answer(prompt) >= output
     assert sent(desk.turn(desk.submit(prompt, output)))
 
@@ -228,7 +228,7 @@ def test_whatever_is_admitted_is_placed_in_an_idle_cluster(
     up = gang_up(1, prefill, prefill=True, places=places[: len(prefill)])
     desk.turn(up, gang_up(2, decode, decode=True, max_positions=300), LINK)
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        refusal = desk.scheduler.refusal(prompt, output)
         commands = desk.turn(desk.submit(prompt, output))
         if refusal is not None:
             assert [it.error for it in only(commands, cmd.Refuse)] == [refusal]
@@ -256,7 +256,7 @@ def test_whoever_is_admitted_rides_in_an_idle_gang(
         small = gang_up(1, [1], prefill=True)
         desk.turn(small, gang_up(2, slots, decode=True, max_positions=300), LINK)
     for prompt, output in requests:
-        refusal = desk.scheduler.refusal(prompt, output, "exact")
+        refusal = desk.scheduler.refusal(prompt, output)
         commands = desk.turn(desk.submit(prompt, output))
         assert (refusal is None) == (
             prompt + output <= min(300, sum(slots)) and output <= max(slots)
