@@ -1,4 +1,4 @@
-"""Slots of a KV pool that have something in common: free ones, or those written in a layer."""
+"""Slots of a KV pool that have something in common: free ones, or those that a request shares."""
 
 from __future__ import annotations
 

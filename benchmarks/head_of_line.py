@@ -26,8 +26,7 @@ import httpx
 import report
 import wide_checkpoint
 from deployed import deployed
-
-from csps.loadgen.streaming_client import Timed, stream
+from streaming_client import Timed, stream
 
 GAP_S = 2.0
 """Between arrivals of short requests, on average."""

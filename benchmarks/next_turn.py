@@ -22,8 +22,7 @@ import httpx
 import report
 import wide_checkpoint
 from deployed import deployed
-
-from csps.loadgen.streaming_client import Timed, stream
+from streaming_client import Timed, stream
 
 ANSWER = 16
 FIRST_WORD = 3

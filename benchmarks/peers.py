@@ -20,8 +20,7 @@ import httpx
 import report
 import wide_checkpoint
 from deployed import deployed, process
-
-from csps.loadgen.streaming_client import stream
+from streaming_client import stream
 
 PEER_PORT = 8124
 

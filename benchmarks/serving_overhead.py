@@ -36,8 +36,8 @@ import report
 import stream_floor
 import wide_checkpoint
 from deployed import deployed, deployed_beside
+from streaming_client import stream
 
-from csps.loadgen.streaming_client import stream
 from csps.protocols.sampling import Sampling
 from csps.protocols.schema import unpack
 from csps.protocols.tokens import TokenDrawn, Tokens

@@ -29,8 +29,8 @@ from typing import Any
 import httpx
 import report
 from deployed import deployed
+from streaming_client import REQUEST_S, stream
 
-from csps.loadgen.streaming_client import REQUEST_S, stream
 from csps.services.launch.settings import Settings
 from csps.services.scheduling.policies.chunked_prefill import ChunkedPrefillOptions
 
