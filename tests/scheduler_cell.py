@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from csps.protocols.placement import rest_of
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.ids import gang_of, instance_id
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import own, placed_once, tokens_on
 from csps.services.scheduling.step_shares import slots_of
 

@@ -11,10 +11,10 @@ from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
 from csps.services.scheduling.decisions import Policy
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import tokens_on
 
 MS = 1_000_000

@@ -9,6 +9,7 @@ from csps.loadgen.simulator.kept_kv import KeptKv
 from csps.loadgen.simulator.requests import Sequence
 from csps.loadgen.simulator.slots import Slots
 from csps.services.scheduling.commands import Keep, Release, Reserve, Share
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.events import Freed, Landed
 from csps.services.scheduling.ids import (
     GangId,
@@ -18,7 +19,6 @@ from csps.services.scheduling.ids import (
     index_of,
     instance_id,
 )
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import own
 
 

@@ -11,9 +11,9 @@ from csps.loadgen.simulator.requests import Sequence
 from csps.loadgen.simulator.step_order import Task
 from csps.protocols.span import Span
 from csps.services.scheduling.commands import MoveKv
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.events import Moved
 from csps.services.scheduling.ids import SequenceId, index_of
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import tokens_on, within
 
 

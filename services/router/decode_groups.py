@@ -11,8 +11,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from csps.protocols.gang_client import GangClient
+from csps.services.scheduling.decode_slots import Placed
 from csps.services.scheduling.ids import InstanceId
-from csps.services.scheduling.sequences import Placed
 
 Members = frozenset[InstanceId]
 

@@ -26,9 +26,9 @@ from csps.services.router.sequences import LiveSequence, Sequences, live_sequenc
 from csps.services.router.step_launch import StepLauncher
 from csps.services.router.step_messages import kv_shares, reserve_messages
 from csps.services.scheduling import commands
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.events import AnyEvent, Freed
 from csps.services.scheduling.ids import SequenceId, gang_of, index_of
-from csps.services.scheduling.sequences import decode_slots
 
 _log = logging.getLogger(__name__)
 

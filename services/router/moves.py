@@ -15,8 +15,8 @@ from csps.protocols.tokens import TokenDrawn
 from csps.services.router.sequences import InstanceRanks, LiveSequence
 from csps.services.router.step_messages import kv_shares
 from csps.services.scheduling.commands import MoveKv
+from csps.services.scheduling.decode_slots import Placed, decode_slots
 from csps.services.scheduling.ids import index_of, instance_id
-from csps.services.scheduling.sequences import Placed, decode_slots
 
 
 @dataclass(eq=False, slots=True)

@@ -12,8 +12,8 @@ from csps.protocols.messages import KvLanded
 from csps.services.router.decode_groups import DecodeGroups, concerned
 from csps.services.router.running import Running
 from csps.services.scheduling.commands import Reserve
+from csps.services.scheduling.decode_slots import Placed, decode_slots
 from csps.services.scheduling.ids import InstanceId, SequenceId, index_of
-from csps.services.scheduling.sequences import Placed, decode_slots
 from csps.services.scheduling.shares import own
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from csps.services.scheduling.decisions import (
     Ride,
     StartPlan,
 )
+from csps.services.scheduling.decode_slots import coming_slots, decode_slots
 from csps.services.scheduling.gangs import Gangs
 from csps.services.scheduling.ids import GangId, InstanceId, RequestId, gang_of
 from csps.services.scheduling.prefix.index import PrefixIndex
@@ -26,7 +27,6 @@ from csps.services.scheduling.prefix.reused import (
     reused_by_ride,
 )
 from csps.services.scheduling.requests import Requests
-from csps.services.scheduling.sequences import coming_slots, decode_slots
 from csps.services.scheduling.shares import (
     bounds_of,
     outside,

@@ -21,12 +21,12 @@ from csps.services.scheduling import events as ev
 from csps.services.scheduling.commands import Share
 from csps.services.scheduling.cost import Costs
 from csps.services.scheduling.decisions import Blocked, Decision
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.ids import instance_id
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.policies.context_parallel.keepers import Keepers, in_turns, levelled
 from csps.services.scheduling.policies.decode_overlay import Placed
 from csps.services.scheduling.policies.reuse import NOTHING
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import parts, tokens_on
 
 SPEEDS = RingSpeeds(flops=515e12, bytes_per_s=26.1e9)

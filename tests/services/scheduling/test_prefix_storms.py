@@ -13,12 +13,12 @@ from scheduler_cell import RandomCell
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
 from csps.services.scheduling.cost import Costs, CostTable, Unmeasured
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.ids import InstanceId, gang_of, instance_id
 from csps.services.scheduling.limits import QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
 from csps.services.scheduling.prefix.settings import ReuseSettings
 from csps.services.scheduling.scheduler import Scheduler
-from csps.services.scheduling.sequences import decode_slots
 from csps.services.scheduling.shares import own
 from csps.services.scheduling.step_shares import slots_of
 

@@ -14,10 +14,10 @@ from scheduler_desk import LINK, SECOND, Desk, only, sent
 from csps.protocols.errors import ContextLengthExceeded, QueueFull, from_wire
 from csps.services.scheduling import commands as cmd
 from csps.services.scheduling import events as ev
+from csps.services.scheduling.decode_slots import decode_slots
 from csps.services.scheduling.ids import gang_of
 from csps.services.scheduling.limits import DeadlineSettings, QueueLimits
 from csps.services.scheduling.policies.choice import make_policy
-from csps.services.scheduling.sequences import decode_slots
 
 PATIENT = settings(
     max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
