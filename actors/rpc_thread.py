@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import uvloop
@@ -81,22 +82,17 @@ class RpcThread:
         """Run something that blocks in a thread of its own and wait for it on the loop."""
         done: asyncio.Future[T] = self._loop.create_future()
 
-        def settle(result: T | None, exc: BaseException | None) -> None:
-            if done.cancelled():
-                return
-            if exc is not None:
-                done.set_exception(exc)
-            else:
-                done.set_result(result)  # type: ignore[arg-type]
+        def settle(tell: Callable[[], None]) -> None:
+            if not done.cancelled():
+                tell()
 
         def run() -> None:
             try:
                 result = body()
             except Exception as exc:
-                failure = exc
-                self.soon(lambda: settle(None, failure))
+                self.soon(partial(settle, partial(done.set_exception, exc)))
             else:
-                self.soon(lambda: settle(result, None))
+                self.soon(partial(settle, partial(done.set_result, result)))
 
         threading.Thread(target=run, name=name, daemon=True).start()
         return await done

@@ -101,7 +101,7 @@ class GangClient:
             self.hang_up("attaching failed")
             raise
 
-    def _attach_message(self, generation: int) -> Any:
+    def _attach_message(self, generation: int) -> dict[str, Any]:
         return pack(Attach(router_id=self._router_id, generation=generation))
 
     async def _open(self, address: RankAddress, secret: bytes) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from csps.loadgen.results.result import Result
 from csps.protocols.errors import ConfigError
+
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which colour-blind people can tell apart."""
@@ -29,10 +34,12 @@ _STYLE: Any = {
 _METADATA = ("Creator", "Date", "Format", "Type")
 """What matplotlib would say about a picture, with addresses of vocabularies."""
 
-Draw = Callable[[Any, Sequence[Result]], None]
+Draw = Callable[["Axes", Sequence[Result]], None]
 
 
-def figure(draw: Draw, results: Sequence[Result], *, size: tuple[float, float] = (6.0, 3.4)) -> Any:
+def figure(
+    draw: Draw, results: Sequence[Result], *, size: tuple[float, float] = (6.0, 3.4)
+) -> Figure:
     """A matplotlib figure.
 
     Raises:
@@ -52,7 +59,7 @@ def figure(draw: Draw, results: Sequence[Result], *, size: tuple[float, float] =
         return drawn
 
 
-def svg(drawn: Any, name: str) -> str:
+def svg(drawn: Figure, name: str) -> str:
     """For a page: without the XML head, with ids that no other figure has."""
     import matplotlib
 
@@ -63,7 +70,7 @@ def svg(drawn: Any, name: str) -> str:
     return text[text.index("<svg") :]
 
 
-def style(number: int) -> dict[str, str]:
+def style(number: int) -> dict[str, Any]:
     """Of the n-th run."""
     dash = DASHES[number // len(COLORS) % len(DASHES)]
     return {"color": COLORS[number % len(COLORS)], "linestyle": dash}
@@ -72,7 +79,7 @@ def style(number: int) -> dict[str, str]:
 def cdf_of(column: str, title: str) -> Draw:
     """Share of requests over seconds of a column, the SLO as a line."""
 
-    def draw(axis: Any, results: Sequence[Result]) -> None:
+    def draw(axis: Axes, results: Sequence[Result]) -> None:
         for number, result in enumerate(results):
             seconds = np.sort([it for it in result[column] if it is not None])
             if len(seconds):
@@ -86,7 +93,7 @@ def cdf_of(column: str, title: str) -> Draw:
     return draw
 
 
-def itl_cdf(axis: Any, results: Sequence[Result]) -> None:
+def itl_cdf(axis: Axes, results: Sequence[Result]) -> None:
     """Of all gaps between tokens."""
     for number, result in enumerate(results):
         quantiles = result["itl_quantiles_ms"]
@@ -96,7 +103,7 @@ def itl_cdf(axis: Any, results: Sequence[Result]) -> None:
     _finish(axis, xlabel="inter-token latency (ms)", ylabel="share of gaps", logx=True)
 
 
-def ttft_by_length(axis: Any, results: Sequence[Result]) -> None:
+def ttft_by_length(axis: Axes, results: Sequence[Result]) -> None:
     """Each request as a point, the median of each range of lengths as a line."""
     for number, result in enumerate(results):
         points = [
@@ -122,7 +129,7 @@ def _medians(lengths: np.ndarray, values: np.ndarray) -> tuple[list[float], list
     return [float(np.median(lengths[ranges == it])) for it in chosen], medians
 
 
-def ttft_over_time(axis: Any, results: Sequence[Result]) -> None:
+def ttft_over_time(axis: Axes, results: Sequence[Result]) -> None:
     """Each request at its scheduled start."""
     for number, result in enumerate(results):
         rows = zip(result["start_times"], result["ttfts"], strict=True)
@@ -138,7 +145,7 @@ def ttft_over_time(axis: Any, results: Sequence[Result]) -> None:
 def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
     """A column of the series over time."""
 
-    def draw(axis: Any, results: Sequence[Result]) -> None:
+    def draw(axis: Axes, results: Sequence[Result]) -> None:
         for number, result in enumerate(results):
             step_s, values = result["series"]["step_s"], np.array(result["series"][column])
             heights = values / step_s if per_second else values
@@ -152,7 +159,7 @@ def series_of(column: str, ylabel: str, *, per_second: bool) -> Draw:
 def over_rate(column: str, ylabel: str) -> Draw:
     """A field against the request rate, a line for each label."""
 
-    def draw(axis: Any, results: Sequence[Result]) -> None:
+    def draw(axis: Axes, results: Sequence[Result]) -> None:
         for number, (label, its) in enumerate(by_label(results).items()):
             points = [(it["request_rate"], it[column]) for it in its if it.get(column) is not None]
             if points:
@@ -181,7 +188,9 @@ def name(result: Result) -> str:
     return f"{result['label']} ({extra})" if extra else str(result["label"])
 
 
-def _finish(axis: Any, *, xlabel: str, ylabel: str, logx: bool = False, logy: bool = False) -> None:
+def _finish(
+    axis: Axes, *, xlabel: str, ylabel: str, logx: bool = False, logy: bool = False
+) -> None:
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
     if logx and axis.has_data():
@@ -194,7 +203,7 @@ def _finish(axis: Any, *, xlabel: str, ylabel: str, logx: bool = False, logy: bo
         axis.legend(fontsize=8)
 
 
-def _plain_numbers(axis: Any) -> None:
+def _plain_numbers(axis: Axis) -> None:
     """On a logarithmic axis: 200, not 2 x 10^2."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 

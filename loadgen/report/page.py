@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from csps.loadgen.report import figures
 from csps.loadgen.results.result import Result
+
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.figure import Figure
 
 NOTHING = "-"
 """In a cell of a result that does not have it."""
@@ -38,7 +41,7 @@ FACTS = (
 )  # fmt: skip
 
 Table = dict[str, Any]
-Drawn = list[tuple[str, str, Any]]
+Drawn = list[tuple[str, str, "Figure"]]
 """Name, caption and figure."""
 
 

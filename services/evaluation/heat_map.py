@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # matplotlib is optional
+    from matplotlib.axes import Axes
+    from matplotlib.image import AxesImage
 
 
 def plot(summaries: dict[str, Any], path: Path) -> None:
@@ -30,7 +34,7 @@ def plot(summaries: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_panel(axis: Any, grid: dict[str, list[float | None]]) -> Any:
+def _draw_panel(axis: Axes, grid: dict[str, list[float | None]]) -> AxesImage:
     """Draws accuracy by length and depth; an empty cell had no question."""
     rows = list(zip(*grid.values(), strict=True))
     cells = [[float("nan") if value is None else value for value in row] for row in rows]
