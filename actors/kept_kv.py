@@ -32,7 +32,7 @@ class KeptKv:
         return cls(kept_ht, k_thd.transpose(0, 1)[kept_ht], v_thd.transpose(0, 1)[kept_ht])
 
 
-class Block(NamedTuple):
+class KeptBlock(NamedTuple):
     """Slots that hold a kept token for each of some neighbouring KV heads."""
 
     heads: slice
@@ -56,10 +56,10 @@ class KeptSpan:
     """Of all tokens of the span, by position."""
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[KeptBlock, ...]:
         """All that is kept."""
         return tuple(
-            Block(heads, slots)
+            KeptBlock(heads, slots)
             for heads, count in self._equal_heads
             for slots in _first(self.slots, count)
         )

@@ -21,7 +21,7 @@ from csps.actors.engine.log_end import ConductorEnd, MemberEnd
 from csps.actors.engine.loop import EngineLoop
 from csps.actors.engine.open_log import open_log
 from csps.actors.instance_group import InstanceGroup
-from csps.actors.kv_transfer.link import KvLink
+from csps.actors.kv_transfer.link import LinkEnd
 from csps.actors.launch_order import LaunchOrder
 from csps.actors.layout import GangLayout
 from csps.actors.load_engine import load_engine
@@ -68,7 +68,7 @@ class Rank:
         self._layout = GangLayout(world_size=config.world_size, tp=config.tp)
         self._attachment = RouterAttachment()
         self._rpc = RpcThread(secret=secret, on_disconnect=self._attachment.gone)
-        self._link: KvLink | None = None
+        self._link: LinkEnd | None = None
         self._log: ConductorEnd | MemberEnd | None = None
         self._loop: EngineLoop | None = None
         self._groups: list[Mesh | InstanceGroup] = []
@@ -113,7 +113,7 @@ class Rank:
         self._log = open_log(config, store, self._store_address.host, self._secret)
         in_place = config.may_prefill and config.may_decode
         self._loop = EngineLoop(self.engine, self._notify, self._log, in_place=in_place)
-        self._link = KvLink(config, self.engine, self._loop, self._notify, self._break)
+        self._link = LinkEnd(config, self.engine, self._loop, self._notify, self._break)
         if isinstance(self._log, ConductorEnd):
             self._spawn("conductor", self._log.run)
         self._spawn("engine", self._loop.run)
@@ -211,7 +211,7 @@ class Rank:
         return self._loop
 
     @property
-    def _kv_link(self) -> KvLink:
+    def _kv_link(self) -> LinkEnd:
         assert self._link is not None, "the rank was started"
         return self._link
 

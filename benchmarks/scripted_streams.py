@@ -1,4 +1,4 @@
-"""The HTTP API over an engine that only hands out tokens: one for every stream, again and again."""
+"""The HTTP API over a service that only hands out tokens: one for every stream, again and again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from csps.services.router.slo import Slo
 from csps.services.telemetry.metrics import Metrics
 
 
-class ScriptedEngine:
+class ScriptedService:
     """Draws for all streams in one go, as a decode batch does."""
 
     ready = True
@@ -75,10 +75,10 @@ def make_api(*, rate: float, streams: int) -> Starlette:
     parser = RequestParser(Settings())
     text = "The quick brown fox jumps over the lazy dog. " * 4
     script = parser.tokenizer.encode(text, add_special_tokens=False)
-    engine = ScriptedEngine(script, rate=rate, streams=streams)
+    service = ScriptedService(script, rate=rate, streams=streams)
     api = Api(
         parser=parser,
-        engine=engine,
+        service=service,
         keys=ApiKeys([]),
         metrics=ScriptedMetrics("needle"),
         max_body_bytes=1_000_000,
@@ -86,7 +86,7 @@ def make_api(*, rate: float, streams: int) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        drawing = asyncio.create_task(engine.draw())
+        drawing = asyncio.create_task(service.draw())
         try:
             yield
         finally:

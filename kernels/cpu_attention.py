@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csps.kernels.merge import merge_into, nothing_seen
 from csps.kernels.positions import Offsets, Positions, as_tensor, ascending, sequences
-from csps.kernels.staircase import Block, Stair, blocks, visible_keys
+from csps.kernels.staircase import RowBlock, Stair, blocks, visible_keys
 
 FOLD_ROWS = 16  # up to here a kv head's query heads go as rows: 2.5x faster for one fp32 row
 
@@ -86,7 +86,7 @@ def _staircase(
 
 
 def _block(
-    q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, block: Block, visible: Tensor, scale: float
+    q_thd: Tensor, k_thd: Tensor, v_thd: Tensor, block: RowBlock, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     k_thd, v_thd = k_thd[: block.last], v_thd[: block.last]
     if block.stair is Stair.FLAT:

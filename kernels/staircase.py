@@ -26,7 +26,7 @@ class Stair(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class RowBlock:
     """Rows [start, stop): the first sees `first` keys, the last `last`, none fewer than one."""
 
     stair: Stair
@@ -41,7 +41,7 @@ def visible_keys(q_positions: Tensor, k_positions: Tensor) -> Tensor:
     return torch.searchsorted(k_positions, q_positions, right=True)
 
 
-def blocks(visible: Tensor) -> Iterator[Block]:
+def blocks(visible: Tensor) -> Iterator[RowBlock]:
     """Cut the rows that see anything into blocks, in row order."""
     cursor = int((visible == 0).sum())  # ascending, so the blind rows come first
     if cursor == len(visible):
@@ -69,11 +69,11 @@ def _regular_runs(visible: Tensor, cursor: int) -> Iterator[tuple[Stair, int, in
             cursor = stop
 
 
-def _masked(visible: Tensor, start: int, stop: int) -> Iterator[Block]:
+def _masked(visible: Tensor, start: int, stop: int) -> Iterator[RowBlock]:
     for row in range(start, stop, MASKED_ROWS):
         yield _block(Stair.MASKED, row, min(row + MASKED_ROWS, stop), visible)
 
 
-def _block(stair: Stair, start: int, stop: int, visible: Tensor) -> Block:
+def _block(stair: Stair, start: int, stop: int, visible: Tensor) -> RowBlock:
     first, last = int(visible[start]), int(visible[stop - 1])
-    return Block(stair=stair, start=start, stop=stop, first=first, last=last)
+    return RowBlock(stair=stair, start=start, stop=stop, first=first, last=last)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from csps.models.errors import CheckpointError, MissingTensorError, UnsupportedModelError
 from csps.models.json_file import read_json
-from csps.models.parameters import Block, Place
+from csps.models.parameters import Place, TensorBlock
 from csps.models.tensor_checksum import tensor_checksum
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -68,7 +68,7 @@ class Checkpoint:
         digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
-    def _read_block(self, block: Block) -> Tensor:
+    def _read_block(self, block: TensorBlock) -> Tensor:
         stored = self._slice(block)
         rows = slice(block.rows.start, block.rows.stop)
         if block.columns is None:
@@ -77,7 +77,7 @@ class Checkpoint:
             part = stored[rows, block.columns.start : block.columns.stop]
         return part
 
-    def _slice(self, block: Block) -> Any:
+    def _slice(self, block: TensorBlock) -> Any:
         stored = self._file(block.tensor).get_slice(block.tensor)
         shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if shape != block.shape:

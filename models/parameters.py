@@ -13,7 +13,7 @@ U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TensorBlock:
     """A rectangle of one stored tensor; a vector has no columns."""
 
     tensor: str
@@ -23,7 +23,7 @@ class Block:
     columns: range | None = None
 
 
-Place = tuple[Block, ...]
+Place = tuple[TensorBlock, ...]
 """Where a parameter lies: blocks to be stacked by rows."""
 
 
@@ -101,9 +101,9 @@ def rows(tensor: str, shape: tuple[int, ...], wanted: range) -> Place:
 
 def columns(tensor: str, shape: tuple[int, int], wanted: range) -> Place:
     """Some columns of a stored matrix."""
-    return (Block(tensor=tensor, shape=shape, rows=range(shape[0]), columns=wanted),)
+    return (TensorBlock(tensor=tensor, shape=shape, rows=range(shape[0]), columns=wanted),)
 
 
-def _block(tensor: str, shape: tuple[int, ...], wanted: range) -> Block:
+def _block(tensor: str, shape: tuple[int, ...], wanted: range) -> TensorBlock:
     all_columns = range(shape[1]) if len(shape) == 2 else None
-    return Block(tensor=tensor, shape=shape, rows=wanted, columns=all_columns)
+    return TensorBlock(tensor=tensor, shape=shape, rows=wanted, columns=all_columns)

@@ -104,7 +104,7 @@ async def served(
         )
         api = Api(
             parser=RequestParser(settings),
-            engine=service,
+            service=service,
             keys=ApiKeys(keys),
             metrics=metrics,
             max_body_bytes=1_000_000,

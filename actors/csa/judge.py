@@ -15,7 +15,7 @@ from torch import Tensor
 
 from csps.actors.csa.kept_rows import KeptRows
 from csps.actors.csa.level_buffers import LevelBuffers
-from csps.actors.csa.returns import Running
+from csps.actors.csa.returns import RunningAttention
 from csps.actors.levels.geometry import Part
 from csps.actors.transfers import Transfers
 
@@ -26,7 +26,7 @@ class LayerAttention:
 
     layer: int
     rows: KeptRows
-    running: Running
+    running: RunningAttention
     levels: tuple[LevelBuffers, ...]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csps.actors.csa.routes import Block, Kind
+from csps.actors.csa.routes import HeadBlock, Kind
 from csps.actors.levels.geometry import Part
 
 
@@ -89,7 +89,7 @@ class KeptRows:
         flat = out.view(rows_ng.numel(), whole.shape[1])
         torch.index_select(whole, 0, rows_ng.reshape(-1), out=flat)
 
-    def kept(self, part: int, block: Block, tokens: slice) -> Tensor | None:
+    def kept(self, part: int, block: HeadBlock, tokens: slice) -> Tensor | None:
         """(g, n) rows of the part that some query tokens are; None where they are the slice."""
         order = self.order("queries", part, block.queries)
         return None if order is None else order.of(block.keys, tokens)

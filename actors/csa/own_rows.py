@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from csps.actors.csa.kept_rows import KeptRows
-from csps.actors.csa.returns import Running
+from csps.actors.csa.returns import RunningAttention
 from csps.actors.csa.routes import Kind, Routes
 from csps.actors.levels.geometry import Part
 from csps.kernels.attention import attention
@@ -39,7 +39,7 @@ class OwnRows:
         self._q_thd, self._k_thd, self._v_thd = q_thd, k_thd, v_thd
         self._scale = scale
         self._whole = list(pieces) == [slice(0, len(q_thd))] and micro_partitions == 1
-        self._running = None if self._whole else Running(*nothing_seen(q_thd))
+        self._running = None if self._whole else RunningAttention(*nothing_seen(q_thd))
         self._cuts = [
             [(rows, even_share(rows.stop - rows.start, micro_partitions, micro)) for rows in pieces]
             for micro in range(micro_partitions)
@@ -53,10 +53,10 @@ class OwnRows:
         return len(self._cuts) - self.done
 
     @property
-    def running(self) -> Running:
+    def running(self) -> RunningAttention:
         """Outputs and LSEs so far; what is not computed has LSE -inf."""
         if self._running is None:
-            self._running = Running(*nothing_seen(self._q_thd))
+            self._running = RunningAttention(*nothing_seen(self._q_thd))
         return self._running
 
     def attend_next(self) -> None:
@@ -73,13 +73,15 @@ class OwnRows:
                 scale=self._scale,
             )
             if self._whole:
-                self._running = Running(out_thd, lse_ht)
+                self._running = RunningAttention(out_thd, lse_ht)
             else:
                 self.running.out_thd[queries], self.running.lse_ht[:, queries] = out_thd, lse_ht
         self.done += 1
 
 
-def attend_own_levels(running: Running, rows: KeptRows, routes: Routes, *, scale: float) -> None:
+def attend_own_levels(
+    running: RunningAttention, rows: KeptRows, routes: Routes, *, scale: float
+) -> None:
     """The nested reading: at each farther level own kept rows see each other once more.
 
     For comparison only, so head by head.
@@ -91,7 +93,7 @@ def attend_own_levels(running: Running, rows: KeptRows, routes: Routes, *, scale
 
 
 def _attend_kept(
-    running: Running,
+    running: RunningAttention,
     rows: KeptRows,
     routes: Routes,
     part: Part,

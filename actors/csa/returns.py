@@ -17,7 +17,7 @@ from torch import Tensor
 
 from csps.actors.csa.kept_rows import KeptRows
 from csps.actors.csa.owned_level import Finished
-from csps.actors.csa.routes import Block, SegmentRoutes
+from csps.actors.csa.routes import HeadBlock, SegmentRoutes
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup
 from csps.actors.transfers import Label, Transfer, Transfers
@@ -25,7 +25,7 @@ from csps.kernels.merge import merge_into
 
 
 @dataclass
-class Running:
+class RunningAttention:
     """What own rows have seen so far."""
 
     out_thd: Tensor
@@ -43,7 +43,7 @@ class _Parcel:
     owner: int
 
     @property
-    def blocks(self) -> Iterator[tuple[Block, slice]]:
+    def blocks(self) -> Iterator[tuple[HeadBlock, slice]]:
         """The owner's blocks, with the tokens that each has outputs for."""
         for block in self.routes.owner(self.owner).query_blocks:
             yield block, self.routes.tokens("queries", self.part, block.queries, self.micro)
@@ -89,7 +89,7 @@ class Returns:
         self._arriving.append((transfer, payloads))
         self._finished.append(done)
 
-    def merge_all(self, running: Running) -> None:
+    def merge_all(self, running: RunningAttention) -> None:
         """Merge own outputs, wait for everything on its way, in order, and merge that."""
         timeline = self._transfers.timeline
         with timeline.phase("merge", layer=self._layer):
@@ -118,7 +118,7 @@ class Returns:
             yield out_nhd[rows], lse_hn[:, rows]
 
     def _merge(
-        self, running: Running, parcel: _Parcel, outputs: Iterable[tuple[Tensor, Tensor]]
+        self, running: RunningAttention, parcel: _Parcel, outputs: Iterable[tuple[Tensor, Tensor]]
     ) -> None:
         part = self._rows.parts[parcel.part]
         for (block, tokens), (out_nhd, lse_hn) in zip(parcel.blocks, outputs, strict=True):
@@ -162,7 +162,7 @@ class Returns:
             yield out_nhd, lse_hn
             begin = end
 
-    def _sizes(self, block: Block, tokens: slice) -> tuple[int, int]:
+    def _sizes(self, block: HeadBlock, tokens: slice) -> tuple[int, int]:
         """Bytes of LSEs and of outputs; LSEs come first, which keeps their fp32 aligned."""
         rows = (block.queries.stop - block.queries.start) * (tokens.stop - tokens.start)
         q_thd = self._rows.q_thd

@@ -32,7 +32,7 @@ Kind = Literal["queries", "keys"]
 
 
 @dataclass(frozen=True)
-class Block:
+class HeadBlock:
     """Heads that are sent and computed together: every KV head serves equally many queries."""
 
     queries: slice
@@ -174,7 +174,7 @@ class OwnerRoutes:
         return tuple(_cut(self._segment.owned("keys", self.member), points))
 
     @cached_property
-    def query_blocks(self) -> tuple[Block, ...]:
+    def query_blocks(self) -> tuple[HeadBlock, ...]:
         """Query heads with the KV heads that they read."""
         points = [keys.start * self._group for keys in self.key_blocks]
         points += self._nearer_ends("queries")
@@ -190,10 +190,10 @@ class OwnerRoutes:
             return self.key_blocks
         return tuple(block.queries for block in self.query_blocks)
 
-    def _block(self, queries: slice) -> Block:
+    def _block(self, queries: slice) -> HeadBlock:
         keys = slice(queries.start // self._group, (queries.stop - 1) // self._group + 1)
         buffer = next(i for i, block in enumerate(self.key_blocks) if block.stop > keys.start)
-        return Block(queries, keys, buffer)
+        return HeadBlock(queries, keys, buffer)
 
     def _nearer_ends(self, kind: Kind) -> list[int]:
         nearer = self._segment.routes.nearer(self._segment.level, self.member)

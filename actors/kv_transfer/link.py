@@ -17,7 +17,7 @@ from csps.protocols.errors import Cancelled
 from csps.protocols.messages import ConnectKv, LinkBroken
 
 
-class KvLink:
+class LinkEnd:
     """Sends from a rank that prefills, receives at one that decodes."""
 
     def __init__(

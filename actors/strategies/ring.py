@@ -19,14 +19,14 @@ from torch import Tensor
 from csps.actors.mesh import Tag
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_blocks import query_blocks
-from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_blocks import RingBlock
 from csps.actors.strategies.ring_plan import RingPlan
 from csps.actors.transfers import Label, Transfer, Transfers
 from csps.kernels.attention import attention
 from csps.kernels.merge import merge_into
 from csps.kernels.positions import Positions
 
-Keys = Callable[[int, Block], tuple[Tensor, Tensor]]
+Keys = Callable[[int, RingBlock], tuple[Tensor, Tensor]]
 """(piece, block) -> k and v that the block's `keys` number, (k, g, d)."""
 
 
@@ -109,7 +109,7 @@ class RingAttention:
                     merge_into(out_thd[at], lse_ht[:, at], *part)
                 self._group.points.point()
 
-    def _wanted(self, asker: int, holder: int) -> Iterable[tuple[int, Block]]:
+    def _wanted(self, asker: int, holder: int) -> Iterable[tuple[int, RingBlock]]:
         pieces = self._group.job.pieces
         return chain.from_iterable(
             ((index, block) for block in blocks)

@@ -15,7 +15,7 @@ from csps.actors.layout import LocalPiece
 
 
 @dataclass(frozen=True)
-class Block:
+class RingBlock:
     """Neighbouring queries of a member that attend to neighbouring keys of one."""
 
     queries: slice
@@ -38,15 +38,15 @@ class Block:
         return int(self.keys.stop - self.keys.start)
 
 
-def seen_blocks(asker: Sequence[LocalPiece], holder: Sequence[LocalPiece]) -> list[Block]:
+def seen_blocks(asker: Sequence[LocalPiece], holder: Sequence[LocalPiece]) -> list[RingBlock]:
     """Blocks of one piece, by the spans of it that two members have, both with at least one; or one
     member, then twice the same object. Each pair of a query and a key that it sees is in one."""
     if asker is holder and _ascending(asker):
         rows = slice(asker[0].rows.start, asker[-1].rows.stop)
         order = range(rows.stop - rows.start)
-        return [Block(rows, rows, order, order)]
+        return [RingBlock(rows, rows, order, order)]
     whole: dict[tuple[int, int], list[slice]] = {}
-    stairs: list[Block] = []
+    stairs: list[RingBlock] = []
     for queries in asker:
         for keys in holder:
             block = _seen(queries, keys)
@@ -57,7 +57,7 @@ def seen_blocks(asker: Sequence[LocalPiece], holder: Sequence[LocalPiece]) -> li
     return [*_wholes(whole), *stairs]
 
 
-def _seen(queries: LocalPiece, keys: LocalPiece) -> Block | None:
+def _seen(queries: LocalPiece, keys: LocalPiece) -> RingBlock | None:
     q, k = queries.span, keys.span
     # Of the queries those from the first key on, of the keys those up to the last query.
     first = max(0, -(-(k.start - q.start) // q.step))
@@ -69,14 +69,14 @@ def _seen(queries: LocalPiece, keys: LocalPiece) -> Block | None:
     columns = slice(keys.rows.start, keys.rows.start + count)
     positions, others = q.positions[first:], k.positions[:count]
     if positions[0] >= others[-1]:
-        return Block(rows, columns)
+        return RingBlock(rows, columns)
     if q.step == k.step:  # then a key is as many steps before a query as their numbers tell
         ahead = (q.start - k.start) // q.step
-        return Block(rows, columns, range(ahead + first, ahead + q.length), range(count))
-    return Block(rows, columns, positions, others)
+        return RingBlock(rows, columns, range(ahead + first, ahead + q.length), range(count))
+    return RingBlock(rows, columns, positions, others)
 
 
-def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[Block]:
+def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[RingBlock]:
     """Neighbouring keys that queries see all of as one block, and neighbouring queries too."""
     merged = [(slice(*rows), list(_joined(keys))) for rows, keys in keys_of.items()]
     at = 0
@@ -86,7 +86,7 @@ def _wholes(keys_of: dict[tuple[int, int], list[slice]]) -> Iterator[Block]:
         while at < len(merged) and merged[at][0].start == rows.stop and merged[at][1] == keys:
             rows = slice(rows.start, merged[at][0].stop)
             at += 1
-        yield from (Block(rows, it) for it in keys)
+        yield from (RingBlock(rows, it) for it in keys)
 
 
 def _joined(slices: Iterable[slice]) -> Iterator[slice]:

@@ -39,7 +39,7 @@ from csps.actors.strategies.history import (
     through,
 )
 from csps.actors.strategies.ring import RingAttention, Rounds
-from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_blocks import RingBlock
 from csps.actors.strategies.ring_plan import RingPlan, going_round
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
@@ -114,7 +114,9 @@ class RingKv(WithTransfers):
             share[1, begin:end] = values
         return share
 
-    def _keys(self, share: Tensor, source: int, piece: int, block: Block) -> tuple[Tensor, Tensor]:
+    def _keys(
+        self, share: Tensor, source: int, piece: int, block: RingBlock
+    ) -> tuple[Tensor, Tensor]:
         """What a block attends to, out of a member's share."""
         begin = 0
         if block.history:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from csps.actors.layout import LocalPiece, computed_by
-from csps.actors.strategies.ring_blocks import Block, seen_blocks
+from csps.actors.strategies.ring_blocks import RingBlock, seen_blocks
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 
 
@@ -92,7 +92,7 @@ class RingPlan:
             if rows := self._extents[asker][index][0]:
                 yield rows, tokens
 
-    def blocks(self, asker: int, holder: int) -> dict[int, list[Block]]:
+    def blocks(self, asker: int, holder: int) -> dict[int, list[RingBlock]]:
         """By piece, what a member's queries see of a member's keys."""
         if (asker, holder) not in self._blocks:
             rows = self.piece_rows(asker)
@@ -100,15 +100,15 @@ class RingPlan:
             for index, tokens in self.history[holder].items():
                 if rows[index]:
                     queries = slice(rows[index].start, rows[index].stop)
-                    found[index].append(Block(queries, slice(0, tokens), history=True))
+                    found[index].append(RingBlock(queries, slice(0, tokens), history=True))
             self._blocks[asker, holder] = {index: it for index, it in found.items() if it}
         return self._blocks[asker, holder]
 
     @cached_property
-    def _blocks(self) -> dict[tuple[int, int], dict[int, list[Block]]]:
+    def _blocks(self) -> dict[tuple[int, int], dict[int, list[RingBlock]]]:
         return {}
 
-    def _new(self, piece: int, asker: int, holder: int) -> list[Block]:
+    def _new(self, piece: int, asker: int, holder: int) -> list[RingBlock]:
         queries, keys = self.parts[asker][piece], self.parts[holder][piece]
         return seen_blocks(queries, keys) if queries and keys else []
 

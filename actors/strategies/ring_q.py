@@ -30,7 +30,7 @@ from csps.actors.strategies.attended_layer import attended_layer
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.held_history import HeldHistory
 from csps.actors.strategies.ring import RingAttention, Rounds, padded
-from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_blocks import RingBlock
 from csps.actors.strategies.ring_plan import RingPlan, with_history
 from csps.actors.strategies.strategy import Keep
 from csps.actors.strategies.with_transfers import WithTransfers
@@ -79,7 +79,7 @@ class RingQ(WithTransfers):
         return out_thd.to(q_thd.dtype)
 
     def _keys(
-        self, layer: int, k_thd: Tensor, v_thd: Tensor, piece: int, block: Block
+        self, layer: int, k_thd: Tensor, v_thd: Tensor, piece: int, block: RingBlock
     ) -> tuple[Tensor, Tensor]:
         if not block.history:
             return k_thd[block.keys], v_thd[block.keys]

@@ -44,7 +44,7 @@ CLIENT_GONE = 499
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Engine(Protocol):
+class Service(Protocol):
     """What the API needs of whoever runs requests: `services.router.service.RequestService`."""
 
     def check_room(self, slo: Slo) -> None:
@@ -83,7 +83,7 @@ class Api:
     """The handlers of all routes."""
 
     parser: RequestParser
-    engine: Engine
+    service: Service
     keys: ApiKeys
     metrics: Metrics
     max_body_bytes: int
@@ -127,9 +127,9 @@ class Api:
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: 200 when a request would be served now, 503 with the reason otherwise."""
-        if self.engine.ready:
+        if self.service.ready:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready", "reason": self.engine.trouble}, 503)
+        return JSONResponse({"status": "not ready", "reason": self.service.trouble}, 503)
 
     async def scrape(self, request: Request) -> Response:
         """`GET /metrics` in the Prometheus text format."""
@@ -149,10 +149,10 @@ class Api:
         """Nothing but the exchange is left of the body afterwards."""
         request_id = request_id_of(request)
         asked = read_slo(request.headers)
-        self.engine.check_room(self.parser.slo(asked))
+        self.service.check_room(self.parser.slo(asked))
         with self.lanes.holding() as held:
             body = await self._read(request, held.grown, asked)
-            arrival = Arrival(request_id=request_id, asked=asked, fit=self.engine.fit, owner=owner)
+            arrival = Arrival(request_id=request_id, asked=asked, fit=self.service.fit, owner=owner)
             accept = partial(self.lanes.run, body, partial(read, arrival=arrival), held)
             trace = RequestTrace(
                 request.headers,
@@ -184,14 +184,14 @@ class Api:
         with trace.reading():
             accepted = await accept()
         trace.accepted(accepted.generation, self.parser.model)
-        running = self.engine.submit(accepted.generation)
+        running = self.service.submit(accepted.generation)
         exchange = GeneratedResponse(
             accepted, running, tokenizer=self.parser.tokenizer, trace=trace
         )
         return exchange, accepted.request.stream
 
     def _card(self) -> ModelCard:
-        longest, fit = self.parser.max_positions, self.engine.fit
+        longest, fit = self.parser.max_positions, self.service.fit
         if fit is not None:
             longest = min(longest, fit.promised)
         return ModelCard(id=self.parser.model, created=_STARTED, max_model_len=longest)

@@ -68,7 +68,7 @@ class Router:
         """Called by Serve once the constructor has returned."""
         api = Api(
             parser=RequestParser(self._settings),
-            engine=self._service,
+            service=self._service,
             keys=ApiKeys.load(self._settings.api_keys_file),
             metrics=self._metrics,
             max_body_bytes=self._settings.max_body_bytes,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from test_rings import Case, cases
 
-from csps.actors.strategies.ring_blocks import Block
+from csps.actors.strategies.ring_blocks import RingBlock
 from csps.actors.strategies.ring_plan import RingPlan, with_history
 from csps.protocols.placement import place, striped, zigzag
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
@@ -31,7 +31,7 @@ def positions(plan: RingPlan, member: int, piece: int) -> Counts:
     return np.concatenate([np.array(it.span.positions) for it in parts] or [np.array([], int)])
 
 
-def seen(block: Block) -> npt.NDArray[np.bool_]:
+def seen(block: RingBlock) -> npt.NDArray[np.bool_]:
     """(queries, keys) of what a block computes."""
     if block.q_positions is None or block.k_positions is None:
         return np.ones((block.rows, block.key_count), bool)

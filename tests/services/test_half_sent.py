@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn.config
-from fake_engine import FakeEngine
+from fake_service import FakeService
 from half_sent import HALF_SENT, HEADERS, IN_THE_BODY, IN_THE_HEADERS, outcome
 from haproxy_front import haproxy
 from live_server import serving
@@ -59,7 +59,7 @@ async def router(tiny_llama: Path, patience_s: float) -> AsyncIterator[tuple[str
     parser = RequestParser(settings)
     api = Api(
         parser=parser,
-        engine=FakeEngine(parser.tokenizer, "Yes."),
+        service=FakeService(parser.tokenizer, "Yes."),
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
         max_body_bytes=1_000_000,

@@ -1,4 +1,4 @@
-"""The HTTP API over a scripted engine: shapes, errors, cancellation."""
+"""The HTTP API over a scripted service: shapes, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
+from fake_service import FakeService
 from live_server import serving
 
 from csps.protocols.csa_settings import CsaSettings
@@ -38,15 +38,15 @@ def parser(tiny_llama: Path) -> RequestParser:
 
 
 @pytest.fixture
-async def engine(parser: RequestParser) -> FakeEngine:
-    return FakeEngine(parser.tokenizer, ANSWER)
+async def service(parser: RequestParser) -> FakeService:
+    return FakeService(parser.tokenizer, ANSWER)
 
 
 @pytest.fixture
-def api(parser: RequestParser, engine: FakeEngine) -> Api:
+def api(parser: RequestParser, service: FakeService) -> Api:
     return Api(
         parser=parser,
-        engine=engine,
+        service=service,
         keys=ApiKeys([]),
         metrics=Metrics("tiny"),
         max_body_bytes=1_000_000,
@@ -77,7 +77,7 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 async def test_a_completion(
-    client: httpx.AsyncClient, parser: RequestParser, engine: FakeEngine
+    client: httpx.AsyncClient, parser: RequestParser, service: FakeService
 ) -> None:
     response = await client.post(
         "/v1/completions", json=completion(), headers={"x-request-id": "me-1"}
@@ -88,7 +88,7 @@ async def test_a_completion(
     ]
     assert body["id"] == "cmpl-me-1"
     prompt = len(parser.tokenizer.encode("Say it."))
-    drawn = len(engine.script) + 1
+    drawn = len(service.script) + 1
     assert body["usage"] == {
         "prompt_tokens": prompt,
         "completion_tokens": drawn,
@@ -98,7 +98,7 @@ async def test_a_completion(
     assert "csps" not in body
 
 
-async def test_a_stream_says_the_same(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_stream_says_the_same(client: httpx.AsyncClient, service: FakeService) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = await client.post(
         "/v1/completions", json=completion(stream=True, stream_options=options)
@@ -110,7 +110,7 @@ async def test_a_stream_says_the_same(client: httpx.AsyncClient, engine: FakeEng
     counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counted == sorted(counted)
     assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == len(engine.script) + 1 == counted[-1]
+    assert usage["usage"]["completion_tokens"] == len(service.script) + 1 == counted[-1]
 
 
 async def test_a_chat(client: httpx.AsyncClient) -> None:
@@ -130,7 +130,7 @@ async def test_a_chat(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine, parser: RequestParser, stream: bool
+    client: httpx.AsyncClient, service: FakeService, parser: RequestParser, stream: bool
 ) -> None:
     response = await client.post(
         "/v1/completions", json=completion(stop=[" END", "never"], stream=stream)
@@ -145,8 +145,8 @@ async def test_a_stop_string_ends_the_answer_and_the_work(
         body = response.json()
         assert body["choices"][0]["text"] == shown
         assert body["usage"]["completion_tokens"] == drawn
-    assert engine.running[0].finish_reason == "stop"
-    assert engine.running[0].timings.tokens <= drawn + 1
+    assert service.running[0].finish_reason == "stop"
+    assert service.running[0].timings.tokens <= drawn + 1
 
 
 async def test_max_tokens_ends_with_length(client: httpx.AsyncClient) -> None:
@@ -163,7 +163,7 @@ async def test_a_held_back_beginning_is_shown_when_the_answer_ends(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine, stream: bool) -> None:
+async def test_logprobs(client: httpx.AsyncClient, service: FakeService, stream: bool) -> None:
     response = await client.post(
         "/v1/completions", json=completion(logprobs=2, max_tokens=4, stream=stream)
     )
@@ -211,7 +211,7 @@ async def test_explain_reports_plan_and_timings(client: httpx.AsyncClient) -> No
 
 
 async def test_what_is_asked_for_reaches_the_engine(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 7, "ignore_eos": True,
@@ -220,7 +220,7 @@ async def test_what_is_asked_for_reaches_the_engine(
     }  # fmt: skip
     headers = {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "12.5"}
     await client.post("/v1/completions", json=completion(**fields), headers=headers)
-    generation = engine.generations[0]
+    generation = service.generations[0]
     sampling = generation.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
     assert (sampling.seed, sampling.min_tokens) == (7, 2)
@@ -231,7 +231,7 @@ async def test_what_is_asked_for_reaches_the_engine(
 
 
 async def test_sparse_attention_by_hand_reaches_the_engine(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
     wanted = {
         "attention": "csa", "levels": 3, "drop_ratio": [0, [0.5, 0.9]],
@@ -239,7 +239,7 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
         "drop_queries": False,
     }  # fmt: skip
     await client.post("/v1/completions", json=completion(csps=wanted))
-    generation = engine.generations[0]
+    generation = service.generations[0]
     assert generation.attention == "csa"
     assert generation.csa == CsaSettings(
         levels=3,
@@ -283,14 +283,14 @@ async def test_sparse_attention_by_hand_reaches_the_engine(
 )
 async def test_what_a_request_leaves_to_the_configurator(
     client: httpx.AsyncClient,
-    engine: FakeEngine,
+    service: FakeService,
     wanted: dict[str, Any],
     is_open: bool,
     csa: CsaSettings | None,
     given: tuple[str, ...],
 ) -> None:
     await client.post("/v1/completions", json=completion(csps={"unmet": "refuse", **wanted}))
-    generation = engine.generations[0]
+    generation = service.generations[0]
     assert (generation.open, generation.csa, generation.given) == (is_open, csa, given)
     assert generation.refuses
     assert (generation.cls.objective is not None) == is_open
@@ -303,9 +303,9 @@ async def test_models(client: httpx.AsyncClient, parser: RequestParser) -> None:
     assert (await client.get("/v1/models/other")).status_code == 404
 
 
-async def test_health_says_why_not(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_health_says_why_not(client: httpx.AsyncClient, service: FakeService) -> None:
     assert (await client.get("/health")).status_code == 200
-    engine.trouble = "waiting for a prefill gang"
+    service.trouble = "waiting for a prefill gang"
     response = await client.get("/health")
     assert response.status_code == 503
     assert "waiting for a prefill gang" in response.text
@@ -365,7 +365,7 @@ BAD_BODIES: dict[str, tuple[bytes, int, str | None]] = {
 
 @pytest.mark.parametrize("case", BAD_BODIES)
 async def test_bad_bodies_are_refused_in_openai_shape(
-    client: httpx.AsyncClient, engine: FakeEngine, case: str
+    client: httpx.AsyncClient, service: FakeService, case: str
 ) -> None:
     body, status, param = BAD_BODIES[case]
     response = await client.post("/v1/completions", content=body)
@@ -373,7 +373,7 @@ async def test_bad_bodies_are_refused_in_openai_shape(
     assert_openai_error(response)
     if param is not None:
         assert response.json()["error"]["param"] == param
-    assert not engine.generations
+    assert not service.generations
 
 
 def assert_openai_error(response: httpx.Response) -> None:
@@ -445,9 +445,9 @@ async def test_a_bad_slo_header_is_refused(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_full_queue_says_when_to_come_back(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
-    engine.refusal = QueueFull("3 requests are waiting", retry_after_s=2.5)
+    service.refusal = QueueFull("3 requests are waiting", retry_after_s=2.5)
     response = await client.post("/v1/completions", json=completion())
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert_openai_error(response)
@@ -471,12 +471,12 @@ async def test_keys_are_asked_for(api: Api) -> None:
 # --- writes ----------------------------------------------------------------------------------
 
 
-async def written(api: Api, engine: FakeEngine, burst: int, **fields: Any) -> list[bytes]:
+async def written(api: Api, service: FakeService, burst: int, **fields: Any) -> list[bytes]:
     """The HTTP chunks of a streamed answer, as they are on the wire: a chunk is a write.
 
     So many tokens come together, and the next when the client has what was written of them.
     """
-    engine.burst, engine.turns = burst, asyncio.Semaphore(1)
+    service.burst, service.turns = burst, asyncio.Semaphore(1)
     body = json.dumps(completion(stream=True, **fields)).encode()
     async with serving(api.app()) as url, asyncio.timeout(DEADLINE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
@@ -489,7 +489,7 @@ async def written(api: Api, engine: FakeEngine, burst: int, **fields: Any) -> li
         while size := int(await reader.readline(), 16):
             chunks.append(await reader.readexactly(size))
             await reader.readline()
-            engine.turns.release()
+            service.turns.release()
         writer.close()
     return chunks
 
@@ -497,11 +497,11 @@ async def written(api: Api, engine: FakeEngine, burst: int, **fields: Any) -> li
 @pytest.mark.parametrize("burst", [1, 3, 1000])
 @pytest.mark.parametrize("options", [{}, {"include_usage": True, "continuous_usage_stats": True}])
 async def test_all_pending_events_leave_in_one_write(
-    api: Api, engine: FakeEngine, burst: int, options: dict[str, Any]
+    api: Api, service: FakeService, burst: int, options: dict[str, Any]
 ) -> None:
-    one_by_one = await written(api, engine, 1, logprobs=1, stream_options=options)
-    chunks = await written(api, engine, burst, logprobs=1, stream_options=options)
-    drawn = len(engine.script) + 1
+    one_by_one = await written(api, service, 1, logprobs=1, stream_options=options)
+    chunks = await written(api, service, burst, logprobs=1, stream_options=options)
+    drawn = len(service.script) + 1
     counts = [chunk.count(b"data: {") for chunk in chunks]
     assert counts == counts_of_bursts(drawn, burst, usage=bool(options))
     assert all(chunk.endswith(b"\n\n") for chunk in chunks)
@@ -521,11 +521,11 @@ def without_time(events: bytes) -> bytes:
 
 
 async def test_a_token_alone_leaves_at_once(
-    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for more to come."""
-    engine.burst, engine.script = 2, engine.script[:3]
-    monkeypatch.setattr(engine, "_draw", partial(first_token_only, engine))
+    service.burst, service.script = 2, service.script[:3]
+    monkeypatch.setattr(service, "_draw", partial(first_token_only, service))
     async with (
         asyncio.timeout(DEADLINE_S),
         client.stream("POST", "/v1/completions", json=completion(stream=True)) as response,
@@ -534,22 +534,22 @@ async def test_a_token_alone_leaves_at_once(
     assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "T"
 
 
-async def first_token_only(engine: FakeEngine, running: Running) -> None:
-    running.deliver(engine._tokens(running.generation)[0])
+async def first_token_only(service: FakeService, running: Running) -> None:
+    running.deliver(service._tokens(running.generation)[0])
 
 
 async def test_what_came_before_the_servers_cancelling_is_shown(
-    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_draw", partial(cancelled_after_two, engine))
+    monkeypatch.setattr(service, "_draw", partial(cancelled_after_two, service))
     response = await client.post("/v1/completions", json=completion(stream=True))
     *chunks, error = events(response.text)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["T", "h"]
     assert error["error"]["code"] == "unavailable"
 
 
-async def cancelled_after_two(engine: FakeEngine, running: Running) -> None:
-    first, second, third, *_ = engine._tokens(running.generation)
+async def cancelled_after_two(service: FakeService, running: Running) -> None:
+    first, second, third, *_ = service._tokens(running.generation)
     for token in (first, second, replace(third, finish_reason="cancelled")):
         running.deliver(token)
 
@@ -559,9 +559,9 @@ async def cancelled_after_two(engine: FakeEngine, running: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_fault_before_the_first_token_has_a_status(
-    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    client: httpx.AsyncClient, service: FakeService, stream: bool
 ) -> None:
-    engine.failure = GangLost("rank 1 of gang 0xdead died at 10.1.2.3")
+    service.failure = GangLost("rank 1 of gang 0xdead died at 10.1.2.3")
     response = await client.post("/v1/completions", json=completion(stream=stream))
     assert response.status_code == 503
     assert "retry-after" in response.headers
@@ -569,9 +569,9 @@ async def test_a_fault_before_the_first_token_has_a_status(
 
 
 async def test_a_fault_in_the_stream_is_its_last_event(
-    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, service: FakeService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.failure, engine.fail_after = RuntimeError("at 0xdeadbeef"), 2
+    service.failure, service.fail_after = RuntimeError("at 0xdeadbeef"), 2
     response = await client.post("/v1/completions", json=completion(stream=True))
     assert response.status_code == 200
     *chunks, error = events(response.text)
@@ -582,9 +582,9 @@ async def test_a_fault_in_the_stream_is_its_last_event(
 
 
 async def test_an_unexpected_error_leaks_nothing(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
-    engine.refusal = KeyError("internal-name")
+    service.refusal = KeyError("internal-name")
     response = await client.post("/v1/completions", json=completion())
     assert response.status_code == 500
     assert_openai_error(response)
@@ -593,64 +593,64 @@ async def test_an_unexpected_error_leaks_nothing(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_stops_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine, stream: bool
+    client: httpx.AsyncClient, service: FakeService, stream: bool
 ) -> None:
-    engine.gate = asyncio.Event()  # never set: the request is in prefill
+    service.gate = asyncio.Event()  # never set: the request is in prefill
     request = asyncio.ensure_future(client.post("/v1/completions", json=completion(stream=stream)))
     async with asyncio.timeout(DEADLINE_S):
-        await engine.submitted.wait()
+        await service.submitted.wait()
         request.cancel()
-        await engine.cancelled.wait()
-    assert engine.running[0].finish_reason == "cancelled"
+        await service.cancelled.wait()
+    assert service.running[0].finish_reason == "cancelled"
 
 
 async def test_a_client_that_leaves_a_stream_stops_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
-    engine.script *= 100_000
+    service.script *= 100_000
     async with asyncio.timeout(DEADLINE_S):
         async with client.stream(
             "POST", "/v1/completions", json=completion(stream=True, max_tokens=1000)
         ) as response:
             await anext(response.aiter_bytes())
-        await engine.cancelled.wait()
+        await service.cancelled.wait()
 
 
 # --- signs of life ---------------------------------------------------------------------------
 
 
 async def test_a_long_prefill_is_not_silent(
-    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
     monkeypatch.setattr(EventStream.__init__, "__kwdefaults__", {"heartbeat_s": 0.01})
-    engine.gate = asyncio.Event()
+    service.gate = asyncio.Event()
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
         lines = response.aiter_lines()
         assert await anext(lines) == HEARTBEAT.decode().strip()
-        engine.gate.set()
+        service.gate.set()
         rest = "\n".join([line async for line in lines if not line.startswith(":")])
     assert "".join(chunk["choices"][0]["text"] for chunk in events(rest.strip())) == ANSWER
 
 
 async def test_a_failure_after_the_answer_has_begun_is_an_event(
-    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
-    engine.gate, engine.failure = asyncio.Event(), GangLost("gone")
+    service.gate, service.failure = asyncio.Event(), GangLost("gone")
     async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
-        engine.gate.set()
+        service.gate.set()
         await response.aread()
     assert response.status_code == 200
     assert events(response.text)[0]["error"]["code"] == "unavailable"
 
 
 async def test_a_client_that_leaves_an_answer_without_tokens_stops_the_work(
-    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_api, "FIRST_TOKEN_GRACE_S", 0.01)
-    engine.gate = asyncio.Event()
+    service.gate = asyncio.Event()
     async with asyncio.timeout(DEADLINE_S):
         async with client.stream("POST", "/v1/completions", json=completion(stream=True)):
             pass
-        await engine.cancelled.wait()
+        await service.cancelled.wait()

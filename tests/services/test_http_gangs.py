@@ -70,7 +70,7 @@ async def served(parser: RequestParser, **options: Any) -> AsyncIterator[Server]
     async with fake_cell(**options) as cell:
         api = Api(
             parser=parser,
-            engine=cell.service,
+            service=cell.service,
             keys=ApiKeys([]),
             metrics=Metrics("tiny"),
             max_body_bytes=4_000_000,

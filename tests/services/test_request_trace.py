@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine
+from fake_service import FakeService
 from live_server import serving
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -38,10 +38,10 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 class Server:
     def __init__(self, model: Path) -> None:
         parser = RequestParser(Settings(model=str(model), served_model_name="tiny"))
-        self.engine = FakeEngine(parser.tokenizer, "Yes.")
+        self.service = FakeService(parser.tokenizer, "Yes.")
         self.options: dict[str, Any] = {
             "parser": parser,
-            "engine": self.engine,
+            "service": self.service,
             "keys": ApiKeys([]),
             "metrics": Metrics("tiny"),
             "max_body_bytes": 1_000_000,
@@ -82,7 +82,7 @@ async def test_the_clients_trace_goes_on(server: Server, spans: InMemorySpanExpo
 async def test_an_error_has_the_type_that_the_client_was_told(
     server: Server, spans: InMemorySpanExporter
 ) -> None:
-    server.engine.refusal = QueueFull("full", retry_after_s=1.0)
+    server.service.refusal = QueueFull("full", retry_after_s=1.0)
     told = await server.ask({})
     attributes = named(spans)["llm_request"].attributes
     assert attributes is not None

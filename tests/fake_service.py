@@ -13,7 +13,7 @@ from csps.services.router.slo import Slo
 from csps.services.scheduling.fit import Fit
 
 
-class FakeEngine:
+class FakeService:
     """Draws `answer`'s tokens one after another, then ends with "stop" or at `max_tokens`."""
 
     def __init__(self, tokenizer: Tokenizer, answer: str) -> None:
