@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import socket
 import subprocess
@@ -127,6 +128,30 @@ def test_a_mistake_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[name] for name in COMMANDS if name not in ("bench", "trace")]
+    + [["bench", it] for it in ("serve", "sweep", "report")]
+    + [["trace", "ui"]],
+    ids=" ".join,
+)
+def test_every_option_says_what_it_is(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent: list[str] = []
+    print_help = argparse.ArgumentParser.print_help
+
+    def looked_at(self: argparse.ArgumentParser, *args: Any) -> None:
+        silent.extend("/".join(it.option_strings) for it in self._actions if not it.help)
+        print_help(self, *args)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", looked_at)
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert capsys.readouterr().out
+    assert [it for it in silent if it] == []
 
 
 def test_a_misspelled_command_is_named_and_none_lists_all(

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,31 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Where requests go, and how they are worded."""
     group = parser.add_argument_group("server")
-    group.add_argument("--backend", choices=ENDPOINTS, default="csps")
+    group.add_argument("--backend", choices=ENDPOINTS, default="csps", help="what it speaks (csps)")
     group.add_argument("--base-url", help="default: http://HOST:PORT")
-    group.add_argument("--host", default="127.0.0.1")
-    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     group.add_argument("--endpoint", help="default: /v1/completions, or the chats of openai-chat")
     group.add_argument("--model", help="default: the first that the server lists")
-    group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE")
-    group.add_argument("--extra-body", type=json_object, default={}, metavar="JSON")
+    group.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"of every request; an API key comes from {API_KEY_VARIABLE}",
+    )
+    group.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="fields of every request"
+    )
     group.add_argument("--ignore-eos", action="store_true", help="answers of exactly their length")
-    group.add_argument("--temperature", type=float, default=0.0)
-    group.add_argument("--request-timeout", type=positive, default=REQUEST_S, metavar="SECONDS")
+    group.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s")
+    group.add_argument(
+        "--request-timeout",
+        type=positive,
+        default=REQUEST_S,
+        metavar="SECONDS",
+        help="a request that takes longer has failed (%(default)s)",
+    )
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +62,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         "--dataset-path", "--trace", type=Path, help="JSONL with lengths or prompts (Mooncake's)"
     )
     group.add_argument("--num-prompts", type=int, help="default: 1000, or the whole file")
-    group.add_argument("--input-len", type=int, default=1024, help="of random")
+    group.add_argument("--input-len", type=int, default=1024, help="of random (%(default)s)")
     group.add_argument("--output-len", type=int, help="of random: 128; of others: at most this")
     group.add_argument(
         "--max-input-len", type=int, help="scale prompts so that the workload's longest has this"
@@ -57,9 +71,17 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         "--max-model-len", type=int, help="cut prompts that do not fit; default: the server's own"
     )
     group.add_argument("--tokenizer", type=Path, help="folder with the model's tokenizer.json")
-    group.add_argument("--turns", type=int, default=1, help="of each conversation")
-    group.add_argument("--turn-len", type=int, default=128, help="tokens that a later turn adds")
-    group.add_argument("--turn-delay", type=float, default=1.0, metavar="SECONDS")
+    group.add_argument("--turns", type=int, default=1, help="of each conversation (%(default)s)")
+    group.add_argument(
+        "--turn-len", type=int, default=128, help="tokens that a later turn adds (128)"
+    )
+    group.add_argument(
+        "--turn-delay",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="from an answer to the next turn (%(default)s)",
+    )
     group.add_argument(
         "--objective",
         type=json_object,
@@ -68,7 +90,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='of the requests in turn: {"objective": "ttft", "max_accuracy_loss": 0.01}',
     )
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="of lengths, texts and times (0)")
     group.add_argument("--save-trace", type=Path, metavar="FILE", help="write the requests here")
 
 
@@ -81,9 +103,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--burstiness", type=rate, default=1.0, help="1: Poisson, less: bursts, inf: evenly spaced"
     )
-    group.add_argument("--ramp-up-strategy", choices=["linear", "exponential"])
-    group.add_argument("--ramp-up-start-rps", type=float)
-    group.add_argument("--ramp-up-end-rps", type=float)
+    group.add_argument(
+        "--ramp-up-strategy", choices=["linear", "exponential"], help="a rate that changes in time"
+    )
+    group.add_argument("--ramp-up-start-rps", type=float, help="requests/s at its beginning")
+    group.add_argument("--ramp-up-end-rps", type=float, help="requests/s at its end")
     group.add_argument("--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace")
     group.add_argument(
         "--max-concurrency",
@@ -97,23 +121,43 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """What is reported."""
     group = parser.add_argument_group("results")
-    group.add_argument("--goodput", nargs="+", default=[], metavar="ttft|tpot|e2el:MS")
     group.add_argument(
-        "--percentile-metrics", type=metrics, default=tuple(LATENCIES), metavar="METRIC,METRIC"
+        "--goodput", nargs="+", default=[], metavar="ttft|tpot|e2el:MS", help="the SLO, as bounds"
     )
     group.add_argument(
-        "--metric-percentiles", type=numbers, default=DEFAULT_PERCENTILES, metavar="P,P"
+        "--percentile-metrics",
+        type=metrics,
+        default=tuple(LATENCIES),
+        metavar="METRIC,METRIC",
+        help=f"of which percentiles are given ({','.join(LATENCIES)})",
     )
     group.add_argument(
-        "--length-buckets", type=numbers, default=DEFAULT_BUCKETS, metavar="TOKENS,TOKENS"
+        "--metric-percentiles",
+        type=numbers,
+        default=DEFAULT_PERCENTILES,
+        metavar="P,P",
+        help=f"which ({_listed(DEFAULT_PERCENTILES)})",
+    )
+    group.add_argument(
+        "--length-buckets",
+        type=numbers,
+        default=DEFAULT_BUCKETS,
+        metavar="TOKENS,TOKENS",
+        help=f"ends of ranges of prompt lengths ({_listed(DEFAULT_BUCKETS)})",
     )
     group.add_argument("--label", help="names the run in reports")
-    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
-    group.add_argument("--save-result", action="store_true")
+    group.add_argument(
+        "--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="kept in the result"
+    )
+    group.add_argument("--save-result", action="store_true", help="write it as JSON")
     group.add_argument("--save-detailed", action="store_true", help="every gap and text as well")
-    group.add_argument("--result-dir", type=Path, default=Path())
-    group.add_argument("--result-filename")
+    group.add_argument("--result-dir", type=Path, default=Path(), help="where (here)")
+    group.add_argument("--result-filename", help="default: of label, rate and time")
     group.add_argument("--disable-tqdm", "--quiet", action="store_true", help="no progress line")
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{it:.10g}" for it in values)
 
 
 def headers(arguments: argparse.Namespace) -> Mapping[str, str]:

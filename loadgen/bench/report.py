@@ -34,8 +34,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="csps bench report", description="One self-contained HTML page of one or more results."
     )
     parser.add_argument("results", nargs="+", type=Path, help="JSON files, or folders of them")
-    parser.add_argument("--output", "-o", type=Path, default=Path("report.html"))
-    parser.add_argument("--title", default="Load test")
+    parser.add_argument(
+        "--output", "-o", type=Path, default=Path("report.html"), help="default: %(default)s"
+    )
+    parser.add_argument("--title", default="Load test", help="of the page")
     parser.add_argument("--png-dir", type=Path, metavar="DIR", help="write the plots here as well")
     return parser.parse_args(argv)
 

@@ -46,12 +46,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.add_result_options(parser)
     group = parser.add_argument_group("search")
     group.add_argument("--rates", type=options.numbers, metavar="R,R", help="try these, no others")
-    group.add_argument("--slo-factor", type=options.positive, default=SLO_FACTOR)
+    group.add_argument(
+        "--slo-factor",
+        type=options.positive,
+        default=SLO_FACTOR,
+        help="times the light load (25)",
+    )
     group.add_argument(
         "--slo-attainment", type=float, default=ATTAINMENT, help="share, with --goodput (0.9)"
     )
     group.add_argument("--max-failed", type=float, default=0.0, help="share of requests (0)")
-    group.add_argument("--light-prompts", type=int, default=LIGHT_PROMPTS, help="without load")
+    group.add_argument(
+        "--light-prompts", type=int, default=LIGHT_PROMPTS, help="without load (%(default)s)"
+    )
     group.add_argument(
         "--min-duration",
         type=float,
@@ -59,9 +66,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SECONDS",
         help="more requests than --num-prompts where these would arrive in less (30)",
     )
-    group.add_argument("--max-rate", type=options.positive, default=math.inf)
-    group.add_argument("--tolerance", type=options.positive, default=0.1)
-    group.add_argument("--max-runs", type=int, default=12)
+    group.add_argument("--max-rate", type=options.positive, default=math.inf, help="no more (inf)")
+    group.add_argument(
+        "--tolerance", type=options.positive, default=0.1, help="share of the rate (%(default)s)"
+    )
+    group.add_argument("--max-runs", type=int, default=12, help="then it ends (%(default)s)")
     arguments = parser.parse_args(argv)
     arguments.num_prompts = arguments.num_prompts or NUM_PROMPTS
     return arguments

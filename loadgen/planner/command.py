@@ -239,15 +239,20 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "run: the hardware need not be here.",
     )
     parser.add_argument("--length", type=int, required=True, help="tokens of the prompt")
-    parser.add_argument("--objective", choices=("ttft", "accuracy"), default="ttft")
+    parser.add_argument(
+        "--objective",
+        choices=("ttft", "accuracy"),
+        default="ttft",
+        help="what is best: the least time to the first token (ttft), or loss",
+    )
     parser.add_argument("--max-accuracy-loss", type=float, help="share, 0 to 1")
-    parser.add_argument("--max-ttft-ms", type=float)
+    parser.add_argument("--max-ttft-ms", type=float, help="milliseconds, without queueing")
     parser.add_argument("--cluster", required=True, help=f"a file, or one of: {names}")
     parser.add_argument("--instances", type=int, help="so many of them; all, if not given")
     parser.add_argument(
         "--accuracy", type=Path, metavar="FOLDER", help="regressor of the loss of accuracy"
     )
-    parser.add_argument("--runners-up", type=int, default=5)
+    parser.add_argument("--runners-up", type=int, default=5, help="so many (%(default)s)")
     parser.add_argument(
         "--drop-ratio",
         type=float,
@@ -256,8 +261,15 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="also show SP-NTP with these ratios by layer, as a request may fix them",
     )
     parser.add_argument("--levels", type=int, help="with --drop-ratio")
-    parser.add_argument("--importance-layer", choices=("same", "previous"), default="same")
-    parser.add_argument("--importance-window", type=int, default=64)
+    parser.add_argument(
+        "--importance-layer",
+        choices=("same", "previous"),
+        default="same",
+        help="who judges, with --drop-ratio (same)",
+    )
+    parser.add_argument(
+        "--importance-window", type=int, default=64, help="last queries that judge; 0: all (64)"
+    )
     parser.add_argument(
         "--exhaustive", action="store_true", help="look at everything, which takes longer"
     )

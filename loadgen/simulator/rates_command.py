@@ -79,9 +79,14 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", help=f"{', '.join(WORKLOADS)}, zipf:ALPHA")
     source.add_argument("--trace", type=Path, help="JSONL with lengths and times (Mooncake's)")
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--min-chunk", type=int, default=TetrisOptions.min_chunk)
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="at each load (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
+    parser.add_argument(
+        "--min-chunk",
+        type=int,
+        default=TetrisOptions.min_chunk,
+        help="tokens of the shortest chunk of a prompt that is cut (%(default)s)",
+    )
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="keep them in this scaling information base"
     )

@@ -81,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="keep KV for prompts that begin alike (hash_ids), in so much of the slots (0 to 1)",
     )
     parser.add_argument("--requests", type=int, help="default: 1000, or the whole trace")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and times (0)")
     parser.add_argument("--output-len", type=int, help="answers have at most so many tokens")
     parser.add_argument(
         "--arrival-speedup-ratio", type=positive, default=1.0, help="of a trace without a rate"

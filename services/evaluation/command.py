@@ -144,8 +144,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_argument_group("prompts")
-    prompts.add_argument("--kinds", nargs="+", choices=KINDS, default=["single", "multi_key"])
-    prompts.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    prompts.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=["single", "multi_key"],
+        help="of questions (single multi_key)",
+    )
+    prompts.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[1024, 2048, 4096, 8192],
+        help="tokens of the prompts (1024 to 8192)",
+    )
     prompts.add_argument("--questions", type=int, default=50, help="for each kind and length")
     prompts.add_argument("--needles", type=int, default=8, help="facts in a haystack")
     prompts.add_argument("--share", type=int, default=1, help="questions to each haystack")
@@ -158,7 +170,7 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--question", choices=ORDERS, default="last", help="where it stands: before or behind"
     )
-    prompts.add_argument("--seed", type=int, default=1)
+    prompts.add_argument("--seed", type=int, default=1, help="of facts and texts (1)")
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +181,9 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_MODEL,
         help="checkpoint folder; with --base-url only its tokenizer is used, to count",
     )
-    models.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    models.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s"
+    )
     models.add_argument("--threads", type=int, help="of torch, in this process")
     models.add_argument("--base-url", help="ask this server instead, e.g. http://127.0.0.1:8000")
     models.add_argument("--served-model", help="its name there; default: the first that it lists")

@@ -137,7 +137,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "attention loses.",
     )
     parser.add_argument("what", choices=("steps", "links", "phases", "ring", "accuracy"))
-    parser.add_argument("--config", type=Path, default=Path("config.yaml"))
+    parser.add_argument(
+        "--config", type=Path, default=Path("config.yaml"), help="default: %(default)s"
+    )
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
     )

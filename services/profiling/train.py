@@ -143,7 +143,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Learn what configurations of sparse attention lose of accuracy, and which is "
         "best for a bound, from what was measured with this model and on this machine.",
     )
-    parser.add_argument("--config", type=Path, default=Path("config.yaml"))
+    parser.add_argument(
+        "--config", type=Path, default=Path("config.yaml"), help="default: %(default)s"
+    )
     parser.add_argument(
         "--sib", type=Path, metavar="FILE", help="scaling information base, not the settings' one"
     )
