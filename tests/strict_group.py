@@ -197,14 +197,15 @@ class StrictGroup:
 
     def abort(self) -> None:
         """Calls under way end, and look as if they had succeeded."""
-        self._aborted.set()
+        with self._lock:  # or a call that is being begun would come to the line after its end
+            self._aborted.set()
+            self._line.put(None)
         for peer in range(self._size):
             if peer != self._rank:
                 try:
                     self._inner.recv([torch.empty(1)], peer, 99).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     continue
-        self._line.put(None)
 
     # --- what is held ----------------------------------------------------------------------
 
@@ -248,10 +249,11 @@ class StrictGroup:
             call.terms = [tensor.clone() for tensor in call.sums]
             for room in call.rooms:
                 room.fill_(torch.nan if room.is_floating_point() else 1)
-        if self._aborted.is_set():
-            call.done.set_result(None)
-        else:
-            self._line.put(call)
+        with self._lock:
+            if self._aborted.is_set():
+                call.done.set_result(None)
+            else:
+                self._line.put(call)
         return work
 
     def _forward(self, call: _Call) -> None:

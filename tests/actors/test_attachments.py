@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from gang_cell import ANSWER_S, GREEDY, SECRET, Cell, Request, even_shares, job_of, prompt_of
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 
+from csps.actors import router_attachment
 from csps.protocols import fence
 from csps.protocols.errors import Cancelled, ProtocolError, RanksHeld, Superseded
 from csps.protocols.gang_client import GangClient
@@ -126,9 +129,16 @@ async def test_a_silent_router_is_superseded_and_leaves_nothing_behind(
 
 
 async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
-    tiny_llama: Path,
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its words lie unread beside the question of a newer router."""
+    said = threading.Event()
+
+    async def from_then_on(seconds: float) -> None:
+        await asyncio.to_thread(said.wait, ANSWER_S)
+        await asyncio.sleep(seconds)
+
+    monkeypatch.setattr(router_attachment, "asyncio", Mock(sleep=from_then_on))
     async with cell_of(tiny_llama) as cell:
         newer = Cell()
         gang = GangClient("prefill", cell.prefill_gang.members, ignore)
@@ -138,6 +148,7 @@ async def test_a_holder_that_seems_silent_because_the_rank_stood_still_keeps_it(
         asking = asyncio.create_task(gang.check_free(newer.generation))
         await asyncio.sleep(0)
         cell.prefill.keep_alive()
+        said.set()
         with pytest.raises(RanksHeld):
             await asking
         await gang.close()

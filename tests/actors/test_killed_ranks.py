@@ -27,6 +27,7 @@ from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.sampling import Sampling
 
 LASTING = Sampling(temperature=0, max_tokens=300)
+ENDLESS = Sampling(temperature=0, max_tokens=1500)
 
 
 def request(rid: int, sampling: Sampling = GREEDY, length: int = 40) -> Request:
@@ -95,7 +96,7 @@ async def test_a_decode_rank_is_killed_while_kv_is_on_its_way(tiny_llama: Path) 
         thread_cell(tiny_llama, prefill=2, decode=2, decode_processes=[1]) as cell,
     ):
         cell.failures_expected = True
-        decoding, sending, late = request(1, LASTING), request(2), request(3)
+        decoding, sending, late = request(1, ENDLESS), request(2), request(3)
         for it in (decoding, sending, late):
             await cell.reserve(it)
         cell.submit(job(decoding), decoding.prompt)

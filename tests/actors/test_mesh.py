@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch._C._distributed_c10d import HashStore
 from csps.actors import process_group
 from csps.actors.instance_group import InstanceGroup
 from csps.actors.mesh import Mesh, Tag
-from csps.actors.process_group import IDLE, Pending
-from csps.actors.rendezvous import host_store, join_store
+from csps.actors.process_group import IDLE, PEER_DEADLINE, Group, Pending
+from csps.actors.rendezvous import JOIN_DEADLINE, host_store, join_store
 
 JOIN_S = 60.0
 
@@ -119,8 +120,16 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks of an instance drift apart by the length of a layer."""
-    monkeypatch.setattr(process_group, "JOIN_DEADLINE", timedelta(seconds=1))
-    store, late = HashStore(), threading.Event()
+    deadlines: list[timedelta] = []
+    make = process_group.gloo_group
+
+    def noted(*arguments: Any) -> Group:
+        group = make(*arguments)
+        deadlines.append(cast(Any, group).options._timeout)
+        return group
+
+    monkeypatch.setattr(process_group, "gloo_group", noted)
+    store = HashStore()
     groups: dict[int, InstanceGroup] = {}
 
     def form(rank: int) -> None:
@@ -135,10 +144,11 @@ def test_an_instance_sums_and_waits_longer_than_it_may_take_to_form(
         thread.join(JOIN_S)
     total = torch.full((3,), 1.0)
     thread, errors = waiting(lambda: groups[0].all_reduce(total))
-    assert not late.wait(1.1)  # the deadline of forming has passed
     groups[1].all_reduce(torch.full((3,), 2.0))
     thread.join(JOIN_S)
     assert not errors
+    assert deadlines == [PEER_DEADLINE] * 2
+    assert PEER_DEADLINE > JOIN_DEADLINE
     assert total.tolist() == [3.0] * 3
     for group in groups.values():
         group.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import cast
 
 import pytest
 import torch
-from mesh_threads import on_ranks
+from mesh_threads import FINISH_S, on_ranks
 from torch._C._distributed_c10d import Work
 
 from csps.actors.job_clock import JobClock
@@ -25,11 +26,11 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
     """Rank 0 has nothing to send before rank 1 has seen that two receives are under way."""
     go = threading.Event()
 
-    def rank(mesh: Mesh) -> JobClock:
-        clock = JobClock(timeline=Timeline(on=True))
+    def rank(mesh: Mesh) -> tuple[JobClock, float]:
+        clock, begin = JobClock(timeline=Timeline(on=True)), time.monotonic()
         with Transfers(mesh, clock) as transfers:
             if mesh.rank == 0:
-                go.wait()
+                assert go.wait(FINISH_S)
                 both = [transfers.start([(1, torch.ones(4))], [], Tag.ROWS, LABEL) for _ in "ab"]
             else:
                 room = [torch.zeros(4), torch.zeros(4)]
@@ -40,14 +41,14 @@ def test_time_under_way_is_counted_once_and_hidden_time_is_told_from_waiting() -
                 assert both[0].received.done()
                 assert torch.stack(room).min() == 1
             assert len(both) == 2
-        return clock
+        return clock, time.monotonic() - begin
 
-    _, receiver = on_ranks(2, rank)
+    _, (receiver, took_s) = on_ranks(2, rank)
     events = [event for event in receiver.timeline.events if event.name == LABEL.phase]
     first, second = sorted(events, key=lambda event: event.start_ns)
     union = (max(first.end_ns, second.end_ns) - first.start_ns) / 1e9
     assert receiver.exchange_s == pytest.approx(union, rel=1e-6)
-    assert 0 <= receiver.communication_s <= receiver.exchange_s + 1e-3
+    assert 0 <= receiver.communication_s < took_s
     assert 0 <= receiver.hidden <= 1
     assert (first.layer, first.level, first.micro) == (3, 2, 1)
 

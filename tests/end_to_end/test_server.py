@@ -113,19 +113,20 @@ def test_a_16k_prompt_on_several_instances(client: openai.OpenAI, expected: Expe
 
 
 def test_sparse_attention_that_drops_nothing_says_the_same(
-    client: openai.OpenAI, expected: Expected
+    server: Deployed, client: openai.OpenAI, expected: Expected
 ) -> None:
     prompt = random_tokens(6_000, seed=4)
+    exchanged_s = server.gauge("prefill_communication_seconds_total")
     csps = {"attention": "csa", "levels": 2, "drop_ratio": 0, "strategy": "ntp", "explain": True}
-    # Long enough an answer that the ranks have told what the prompt has cost when it ends.
     answer = client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=24, temperature=0, extra_body={**EXACT, "csps": csps}
+        model=MODEL, prompt=prompt, max_tokens=3, temperature=0, extra_body={**EXACT, "csps": csps}
     )
-    assert answer.choices[0].text == expected(prompt, 24)
+    assert answer.choices[0].text == expected(prompt, 3)
     report = answer.model_extra["csps"]  # type: ignore[index]
     assert report["plan"]["attention"] == report["plan"]["strategy"] == "csa"
     assert report["plan"]["csa"]["locations"] == ["0-0-0", "0-0-1"]
-    assert report["timings"]["exchange_s"] > 0
+    # Ranks may tell what the prompt has cost when the answer has ended.
+    server.wait_gauge("prefill_communication_seconds_total", exchanged_s + 1e-6)
 
 
 def test_chat_streams_what_it_answers(client: openai.OpenAI) -> None:
@@ -277,9 +278,9 @@ def test_a_client_that_leaves_during_prefill_frees_everything(
 
 def check_recovers(server: Deployed, client: openai.OpenAI, expected: Expected) -> None:
     """A right answer, and nothing is held afterwards. While there is no router, the HTTP front says
-    so with an error, and the official client asks again."""
+    so with an error, and the official client asks again, for minutes if it must."""
     prompt = random_tokens(300, seed=1)
-    assert ask(client.with_options(max_retries=5), prompt, 12) == expected(prompt, 12)
+    assert ask(client.with_options(max_retries=20), prompt, 12) == expected(prompt, 12)
     server.assert_all_slots_free()
 
 

@@ -65,9 +65,10 @@ def test_times_are_those_of_the_servers_own_stamps(planted: str, tmp_path: Path)
         gaps = [b - a for a, b in zip(stamp["written"], stamp["written"][1:], strict=False)]
         assert len(result["itls"][number]) == len(gaps) == 7
     assert all(client > server for client, server in zip(mine, theirs, strict=True))
-    assert median(mine) < 5 * median(theirs)
+    # Whoever stands still for a second meets many requests, but neither all nor most.
+    assert min(mine) < 5 * min(theirs)
     spans = [(it["written"][-1] - it["written"][0]) / 7e6 for it in stamps]
-    assert 0.2 < result["mean_itl_ms"] / fmean(spans) < 5
+    assert 0.2 < median(map(fmean, result["itls"])) * 1e3 / median(spans) < 5
     assert result["output_lens"] == [8] * 150
 
 
@@ -130,8 +131,9 @@ def test_warm_ups_are_not_counted(planted: str, tmp_path: Path) -> None:
 def test_a_time_limit_ends_the_run_not_the_report(planted: str, tmp_path: Path) -> None:
     words = ["--num-prompts", "1000", "--request-rate", "20", "--output-len", "2"]
     result, _ = bench(planted, tmp_path, *words, "--max-duration", "1")
-    assert 0 < result["completed"] < 60
+    assert result["completed"] < 60
     assert result["cancelled"] > 0
+    assert result["completed"] + result["cancelled"] == result["num_prompts"]
     assert result["num_prompts"] + result["not_sent"] == 1000
 
 

@@ -98,8 +98,8 @@ async def test_a_successor_stands_by_until_the_holders_streams_have_ended(ranks:
         await eventually(lambda: STANDBY in cluster.phase)
         waiting = asyncio.create_task(ranks.check_serves(service))
         first.drain()
+        # Cut off by a successor that does not wait, it would not say this, nor all tokens.
         await first.until("finished")
-        assert not waiting.done()
         assert first.tokens == ranks.answer
         await linked(cluster, ANSWER_S)
         assert cluster.generation == 2

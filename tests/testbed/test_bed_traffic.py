@@ -43,11 +43,11 @@ def test_an_exchange_inside_is_counted_inside(bed: Testbed) -> None:
 
 def test_the_link_is_as_slow_as_asked_for(bed: Testbed, across: Throughput) -> None:
     """Never faster, whatever else the machine does; how slow it may get depends on that."""
-    assert across.gb_per_s > 2 * 40e6 / 8 / 1e9
     bed.set_rate(40e6)
     try:
         slow = measure(bed, *bed.servers, MEGABYTES, ROUNDS)
         assert slow.gb_per_s < 1.15 * 40e6 / 8 / 1e9
+        assert slow.gb_per_s < across.gb_per_s
     finally:
         bed.set_rate(800e6)
 

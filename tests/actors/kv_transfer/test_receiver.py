@@ -329,8 +329,9 @@ def test_a_peer_that_goes_ends_its_stream_and_nothing_else(spec: ModelSpec) -> N
 def test_a_peer_that_falls_silent_is_reported(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "SILENCE", timedelta(milliseconds=50))
-    with pair(spec) as (_, receiver):
+    with pair(spec) as (connection, receiver):
+        monkeypatch.setattr(connection_module, "SILENCE", timedelta(milliseconds=50))
+        connection.beat(DECODE)  # after which it is waited for so long
         assert receiver.report().startswith("prefill rank 0: ")
 
 
