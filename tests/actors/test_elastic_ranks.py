@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from gang_cell import (
-    ANSWER_S,
     GREEDY,
     LAYOUTS,
     Request,
@@ -27,13 +25,13 @@ from gang_cell import (
 )
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
+from held_stream import HeldStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from riders import reserve_riding, ride
 from torch import Tensor
 
-from csps.actors.engine.stream import Stream
 from csps.actors.process_group import GroupMaker
 from csps.kernels import cpu_decode
 from csps.kernels.decode_attention import SlotRuns
@@ -118,24 +116,16 @@ async def test_instances_that_need_nothing_of_each_other_stay_together(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that has run ahead would wait for the other as soon as both have a row in common."""
-    may_go_on = threading.Event()
-    iterate = Stream.iterate
-
-    def held(stream: Stream, group: Sequence[int] = ()) -> list[int]:
-        if stream is slow:
-            assert may_go_on.wait(ANSWER_S)
-        return iterate(stream, group)
-
     async with elastic_cell(tiny_llama, 2) as cell:
         quick, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
-        monkeypatch.setattr(Stream, "iterate", held)
+        held = HeldStream(monkeypatch, slow)
         request = Request(
             rid=1, prompt=prompt_of(20), shares=even_shares(20, [0]), sampling=greedy(200)
         )
         await reserve_riding(cell, request)
         ride(cell, request, 20)
         await eventually(lambda: quick.iterations == LEASES)
-        may_go_on.set()
+        held.go_on.set()
         await cell.until(lambda: cell.finished(1))
         assert cell.tokens(1) == greedy_tokens(tiny_llama, request.prompt.tolist(), 200)
         await cell.freed(1)
@@ -146,17 +136,9 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
 ) -> None:
     """Decode groups: while one stands still, the other draws its whole answer; and both go on
     together with a row that joins them."""
-    may_go_on = threading.Event()
-    iterate = Stream.iterate
-
-    def held(stream: Stream, group: Sequence[int] = ()) -> list[int]:
-        if stream is slow:
-            assert may_go_on.wait(ANSWER_S)
-        return iterate(stream, group)
-
     async with elastic_cell(tiny_llama, 2) as cell:
         _, slow = (rank.loop.stream for rank in cell.prefill_gang.ranks)
-        monkeypatch.setattr(Stream, "iterate", held)
+        held = HeldStream(monkeypatch, slow)
         on = [
             Request(
                 rid=rid,
@@ -177,7 +159,7 @@ async def test_rows_of_different_instances_do_not_wait_for_each_other(
         assert await cell.answer(on[0]) == [greedy_tokens(tiny_llama, on[0].prompt.tolist(), 40)]
         assert len(cell.tokens(2)) == 1, "the other one has not begun"
         await cell.join(on[2])
-        may_go_on.set()
+        held.go_on.set()
         for it in on[1:]:
             await cell.until(lambda it=it: cell.finished(it.rid))  # type: ignore[misc]
             assert cell.tokens(it.rid) == greedy_tokens(tiny_llama, it.prompt.tolist(), 40)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from gang_cell import (
-    ANSWER_S,
     LAYOUTS,
     Cell,
     Request,
@@ -27,12 +25,12 @@ from gang_cell import (
 from gang_threads import STRICT, ThreadCell, elastic_cell, eventually, open_steps
 from greedy_reference import greedy_tokens
 from held_steps import HeldSteps
+from held_stream import HeldStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.actors.engine import move_run
-from csps.actors.engine.stream import Stream
 from csps.actors.process_group import GroupMaker
 from csps.protocols import schema
 from csps.protocols.placement import KvShare, round_robin
@@ -194,17 +192,9 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
 ) -> None:
     """The slots are somebody else's from then on, although the log has not dropped the move yet:
     the leader hears of it last."""
-    may_go_on, iterate = threading.Event(), Stream.iterate
-
-    def held(stream: Stream, group: Sequence[int] = ()) -> list[int]:
-        if stream is decoding and stream.iterations > 2:
-            assert may_go_on.wait(ANSWER_S)
-        return iterate(stream, group)
-
     async with elastic_cell(tiny_llama, 2, kv_slots=64) as cell:
-        decoding = cell.prefill_gang.ranks[0].loop.stream
+        held = HeldStream(monkeypatch, cell.prefill_gang.ranks[0].loop.stream, after=3)
         loop = cell.prefill_gang.ranks[1].loop
-        monkeypatch.setattr(Stream, "iterate", held)
         pool = cell.prefill_gang.ranks[1].engine.pool
         request = talking(1, 20, 40, 0)
         await decode(cell, request)
@@ -222,7 +212,7 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
         cell.decode.notify(1, "move", message)
         await eventually(lambda: loop.waiting == 1)
         cell.cancel(1)
-        may_go_on.set()
+        held.go_on.set()
         await cell.freed(1)
         pool.slots.free_request(99)
         loop._desk.slots_came_back()

@@ -15,6 +15,7 @@ from any_layout import AnyLayout
 from gang_cell import ANSWER_S, SECRET, GangPlan
 from gang_threads import ThreadGang, eventually
 from held_steps import HeldSteps
+from held_stream import HeldStream
 from tiny_checkpoints import reference_tokens
 
 from csps.configurator.shapes import AttentionShape
@@ -370,16 +371,21 @@ async def test_streams_go_on_with_the_same_tokens_when_a_gang_is_killed(
         await cell.settled()
 
 
-async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(tiny_llama: Path) -> None:
+async def test_answers_and_riders_go_on_when_an_elastic_gang_is_killed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some are being decoded then, some ride, some wait."""
     async with real_cell(tiny_llama, "chunked_prefill", roles=ELASTIC, mortal="elastic") as cell:
         wanted = streams(8, first=100, further=150, max_tokens=60)
         undisturbed = await asyncio.gather(*(answer(cell.submit(**it)) for it in wanted))
+        stream = cell.gangs["elastic"].ranks[0].loop.stream
+        held = HeldStream(monkeypatch, stream, after=20)  # of some eighty that prompts take
         requests = [cell.submit(**it) for it in wanted]
         answers = [asyncio.ensure_future(answer(running)) for running in requests]
         await eventually(lambda: any(running.timings.tokens > 3 for running in requests))
         assert any(running.state == "prefill" for running in requests)
         cell.gangs["elastic"].process(1).kill()
+        held.go_on.set()
         await eventually(lambda: not cell.service.ready)
         await cell.start_gang("elastic")
         cell.publish()

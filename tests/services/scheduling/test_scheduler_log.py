@@ -82,7 +82,7 @@ def test_a_replayed_log_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
 def test_the_same_log_gives_the_same_bytes_under_any_hash_seed(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.log"
     digests = {hashlib.sha256(record("csps", path)).hexdigest()}
-    for seed in ("0", "1", "4711"):
+    for seed in ("0", "4711"):
         paths = os.pathsep.join(filter(None, sys.path))
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
         done = subprocess.run(
