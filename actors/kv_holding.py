@@ -23,6 +23,13 @@ class Place(NamedTuple):
     slots: slice | Slots
     rows: slice | Slots
 
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        if isinstance(self.slots, slice):
+            return len(range(self.slots.start, self.slots.stop, self.slots.step))
+        return len(self.slots)
+
 
 class Holding:
     """The slots of one request, by position.

@@ -72,8 +72,8 @@ class KvPool:
         """
         assert k_thd.shape == v_thd.shape == (span.length, *self.k[0, 0, heads].shape)
         assert not self.narrowed(layer, rid), f"layer {layer} of request {rid} has kept tokens only"
-        with self.slots.writing(rid, span):
-            for place in self.slots.places(rid, span):
+        with self.slots.places(rid, span) as places:
+            for place in places:
                 slots, rows = map(self._on_device, place)
                 self._k_by_layer[layer][slots, heads] = k_thd[rows]
                 self._v_by_layer[layer][slots, heads] = v_thd[rows]

@@ -181,10 +181,18 @@ class SlotAllocator:
         with self._lock:
             assert holding.locate(span) == runs, f"request {rid} was freed while being written"
 
-    def places(self, rid: int, span: Span) -> list[Place]:
-        """Where the rows of a span belong, as `Holding.places` says."""
+    @contextmanager
+    def places(self, rid: int, span: Span) -> Iterator[list[Place]]:
+        """Where the rows of a span belong, as `Holding.places` says, and stay meanwhile. Of every
+        N-th position that is a place or two, where it would be a run for each."""
         with self._lock:
-            return self._holding(rid).places(span)
+            holding = self._holding(rid)
+            places = holding.places(span)
+        assert _tokens(places) == span.length, f"{span} is not allocated to request {rid}"
+        yield places
+        with self._lock:
+            held = _tokens(holding.places(span))
+            assert held == span.length, f"request {rid} was freed while being written"
 
     def narrow(self, layer: int, rid: int, kept: KeptSpan) -> None:
         """A layer of a request has kept tokens only of a span."""
@@ -263,6 +271,10 @@ class SlotAllocator:
         assert (self._holders[slots] >= 0).all(), "slots were let go of twice"
         for run in runs_of(slots[self._holders[slots] == 0]):
             self._free.add(run)
+
+
+def _tokens(places: Sequence[Place]) -> int:
+    return sum(place.tokens for place in places)
 
 
 def _check_kept(holding: Holding, places: Sequence[KeptSpan], what: str) -> None:

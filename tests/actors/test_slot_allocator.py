@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from csps.actors.kv_holding import Place
 from csps.actors.slot_allocator import NotHeld, OutOfSlots, SlotAllocator
 from csps.protocols.errors import from_wire, to_wire
 from csps.protocols.span import Span
@@ -61,6 +62,25 @@ def test_tokens_of_a_striped_request_are_one_slice_with_gaps_in_its_positions() 
     assert slots.runs(1) == [range(8)]
     assert slots.runs(1, span(0, 13)) == [range(5)]
     assert slots.by_position(1, Span(3, 22, 6)).tolist() == [1, 3, 5, 7]
+
+
+def test_every_fourth_token_of_a_run_belongs_into_one_place() -> None:
+    slots = SlotAllocator(100)
+    slots.allocate(7, [span(0, 10)])
+    slots.allocate(1, [span(0, 64)])
+    with slots.places(1, Span(3, 64, 4)) as places:
+        assert places == [Place(slots=slice(13, 74, 4), rows=slice(0, 16, 1))]
+    assert places[0].tokens == 16
+
+
+def test_a_request_that_is_freed_while_it_is_written_is_noticed() -> None:
+    slots = SlotAllocator(64)
+    slots.allocate(1, [span(0, 64)])
+    with (
+        pytest.raises(AssertionError, match="request 1 was freed while being written"),
+        slots.places(1, Span(3, 64, 4)),
+    ):
+        slots.free_span(1, span(40, 64))
 
 
 def test_span_looked_up_before_is_right_after_a_change() -> None:
