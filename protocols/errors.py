@@ -144,7 +144,7 @@ class BoundNotMet(RequestError):
 
     def __init__(self, *, ttft_ms: float, loss: float | None) -> None:
         self.ttft_ms, self.loss = ttft_ms, loss
-        lost = "" if loss is None else f" and a loss of accuracy of {loss:.3g}"
+        lost = f" and a loss of accuracy of {loss:.3g}" if loss else ""
         super().__init__(
             f"No way to compute this prompt now is predicted to keep the bounds of the request: "
             f"the nearest would take {ttft_ms:.0f} ms to the first token{lost}.",

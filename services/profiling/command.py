@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -23,8 +24,10 @@ from csps.configurator.scaling_information_base import (
 from csps.models.spec import read_spec
 from csps.services.cluster.gangs import resolve_device
 from csps.services.evaluation.local_model import LocalModel
+from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.model_check import check_model
+from csps.services.launch.serve_command import RUN_DIR
 from csps.services.launch.settings import Settings
 from csps.services.profiling.accuracy.points import QUICK as QUICK_POINTS
 from csps.services.profiling.accuracy.points import Enumeration
@@ -50,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
     arguments = _arguments(argv)
     settings = read_config(arguments.config).settings
     check_model(settings)
+    if arguments.what != "accuracy":  # of which no time is measured
+        warn_of_a_server(RUN_DIR)
     path = arguments.sib or Path(settings.scaling_information_base)
     with ScalingInformationBase.create(path, identity_of(settings)) as base:
         try:
@@ -68,6 +73,16 @@ def main(argv: Sequence[str]) -> None:
         finally:
             # Also after Ctrl-C: what was measured is kept, and the next run goes on from there.
             _show(base, settings, _fit(base, settings), arguments.what)
+
+
+def warn_of_a_server(run_dir: Path) -> None:
+    """Where one was started from here and runs."""
+    if (head := ray_head.recall(run_dir)) is not None:
+        print(
+            f"csps: a server was started here and runs (process {head.pid}): what is measured "
+            "beside it takes longer than it should; `csps stop` ends it",
+            file=sys.stderr,
+        )
 
 
 async def _links(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:

@@ -18,6 +18,7 @@ from free_ports import free_port
 from csps.cli import main
 from csps.protocols.errors import FaultError
 from csps.services.launch import ray_head
+from csps.services.profiling.command import warn_of_a_server
 
 _LEADER = """
 import subprocess, sys
@@ -94,6 +95,15 @@ def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
     head = ray_head.recall(run_dir)
     assert head is not None
     assert head.alive
+
+
+def test_who_measures_beside_it_is_warned(
+    run_dir: Path, tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_a_server(run_dir)
+    assert f"runs (process {tree.leader.pid})" in capsys.readouterr().err
+    warn_of_a_server(tmp_path / "elsewhere")
+    assert capsys.readouterr().err == ""
 
 
 def test_without_its_leader_it_is_known_by_what_is_left(run_dir: Path, tree: Tree) -> None:
