@@ -6,8 +6,9 @@
   by one of them, in turns: what the second takes longer is the cost (proactive, LoongServe §4.1),
   in layers that circulate and in the last one, which does not. Beside it what ranks say of it:
   storing what comes by, what moves in the last layer and is awaited there, how much longer they
-  wait for one another in all, and how much more processor time they take in all pairs together.
-  And the same prompt moved to one instance afterwards, while it decodes (reactive)
+  wait for one another in all; how much later the first token comes; how much more processor time
+  they take in all pairs together. And the same prompt moved to one instance afterwards, while it
+  decodes (reactive)
 - *preemption*: time between the tokens of a row that decodes on an instance, alone and beside a
   prompt that all instances compute
 - *decoding*: an iteration of batches that lie on one instance; the same once it has scaled up, so
@@ -119,8 +120,9 @@ async def _scale_down(gang: _Gang, length: int, args: argparse.Namespace) -> Row
     for _ in range(args.pairs):
         began = _processor_s()
         kept = await gang.prefill(length, gang.everyone, gang.everyone)
-        between = _processor_s()
+        between, first_token_s = _processor_s(), gang.first_token_s
         down = await gang.prefill(length, gang.everyone, [0])
+        found["first_token_share"].append(gang.first_token_s / first_token_s - 1)
         processor_s["kept"] += between - began
         processor_s["down"] += _processor_s() - between
         for name, figure in _compared(kept, down).items():
@@ -167,20 +169,21 @@ async def _decoding(gang: _Gang, batch: tuple[int, int], args: argparse.Namespac
         "halves_one_master_ms": [([0, 1], 0, n % 2) for n in range(count)],
         "halves_two_masters_ms": [([0, 1], n % 2, n % 2) for n in range(count)],
     }
-    found = defaultdict(list)
+    found: dict[str, list[float]] = defaultdict(list)
+    hidden: dict[str, list[float]] = defaultdict(list)
     for _ in range(args.rounds):
         for way, rows in ways.items():
-            milliseconds, hidden = await _iteration(gang, context, args.iterations, rows)
+            milliseconds, share = await _iteration(gang, context, args.iterations, rows)
             found[way].append(milliseconds)
-            if hidden is not None:
-                found[f"{way.removesuffix('_ms')}_hidden"].append(hidden)
+            hidden[way] += [share] if share is not None else []
     medians = _medians(found)
-    gains = {
-        f"{way.removesuffix('_ms')}_gain": medians["one_ms"] / medians[way]
-        for way in ways
-        if way != "one_ms"
+    others = {way.removesuffix("_ms"): way for way in ways if way != "one_ms"}
+    gains = {f"{name}_gain": medians["one_ms"] / medians[way] for name, way in others.items()}
+    shares = {
+        f"{name}_hidden": statistics.median(hidden[way]) if hidden[way] else None
+        for name, way in others.items()
     }
-    return {"rows": count, "context": context, **medians, **gains}
+    return {"rows": count, "context": context, **medians, **gains, **shares}
 
 
 async def _iteration(
@@ -276,6 +279,8 @@ class _Gang:
         self.everyone = list(range(instances))
         self.stamps: dict[int, list[float]] = defaultdict(list)
         """By row, when its tokens came."""
+        self.first_token_s = 0.0
+        """Of the last `prefill`, from its reservation on."""
         self._tokens: dict[int, int] = {}
         self._heard: dict[tuple[str, int], list[Any]] = defaultdict(list)
         self._numbers = itertools.count(1)
@@ -318,7 +323,9 @@ class _Gang:
 
     async def prefill(self, length: int, group: list[int], keepers: list[int]) -> list[PrefillDone]:
         """A prompt that draws nothing more than its first token, and is forgotten."""
+        began = time.perf_counter()
         row, done = await self._prefill(length, group, _evenly(length, keepers), 0, ())
+        self.first_token_s = self.stamps[row][0] - began
         await self.forget([row])
         return done
 
