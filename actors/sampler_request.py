@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from csps.actors.sampling import TokenSampler
+from csps.actors.token_sampler import TokenSampler
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import TOKEN_BYTES
 

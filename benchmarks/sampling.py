@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from csps.actors.sampling import TokenSampler, draw_batch
+from csps.actors.sampling import draw_batch
+from csps.actors.token_sampler import TokenSampler
 from csps.protocols.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=1 << 30)

@@ -17,13 +17,14 @@ from csps.actors.engine.moves import Rows
 from csps.actors.held_rows import HeldRows, RequestSlots
 from csps.actors.mesh import Tag
 from csps.actors.sampler_request import drawn_before, sampler_of
-from csps.actors.sampling import TokenSampler, draw_batch
+from csps.actors.sampling import draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_exchange import (
     Meeting,
     QueryRoutes,
     exchange_queries,
 )
+from csps.actors.token_sampler import TokenSampler
 from csps.kernels.decode_attention import Run, SlotRuns, decode_attention
 from csps.kernels.merge import merge_into
 from csps.protocols.errors import CspsError

@@ -23,8 +23,8 @@ from csps.actors.job_clock import JobClock
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import ControlTag, Tag
 from csps.actors.process_group import PEER_DEADLINE
-from csps.actors.sampling import TokenSampler
 from csps.actors.slot_allocator import OutOfSlots
+from csps.actors.token_sampler import TokenSampler
 from csps.protocols.log_entries import Run
 from csps.protocols.row_move import MoveRow, RowMoved, Transfer
 from csps.protocols.span import Span

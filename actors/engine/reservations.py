@@ -12,8 +12,8 @@ from csps.actors.engine.engine import Engine
 from csps.actors.engine.rows import answer_of, last_position
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampler_request import sampler_of
-from csps.actors.sampling import TokenSampler
 from csps.actors.strategies.group import shares_of
+from csps.actors.token_sampler import TokenSampler
 from csps.protocols.errors import Cancelled, FaultError, ProtocolError
 from csps.protocols.messages import Reserve
 from csps.protocols.placement import rest_of

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from csps.actors.held_rows import RequestSlots
 from csps.actors.kv_transfer.reservation import Reservation
 from csps.actors.sampler_request import drawn_before
-from csps.actors.sampling import TokenSampler
 from csps.actors.strategies.query_exchange import ExchangeTimes
+from csps.actors.token_sampler import TokenSampler
 from csps.protocols.iteration import RowState
 from csps.protocols.messages import Reserve
 from csps.protocols.placement import KvShare

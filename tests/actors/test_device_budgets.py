@@ -27,9 +27,10 @@ from csps.actors.kv_pool import KvPool
 from csps.actors.layout import GangLayout
 from csps.actors.mesh import BegunExchange, Expected, Mesh, Tag
 from csps.actors.process_group import Pending
-from csps.actors.sampling import TokenSampler, draw_batch
+from csps.actors.sampling import draw_batch
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.ulysses import Ulysses
+from csps.actors.token_sampler import TokenSampler
 from csps.models.loading import load_network
 from csps.protocols.log_entries import Change
 from csps.protocols.messages import Reserve

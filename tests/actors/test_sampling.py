@@ -15,16 +15,10 @@ from property_examples import examples
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from csps.actors.sampling import (
-    BadLogits,
-    Draw,
-    TokenSampler,
-    draw_batch,
-    edited,
-    uniform,
-)
+from csps.actors.sampling import Draw, draw_batch, edited, uniform
+from csps.actors.token_sampler import BadLogits, TokenSampler
 from csps.kernels.draw import candidates
-from csps.protocols.errors import InvalidRequest
+from csps.protocols.errors import CspsError, InvalidRequest
 from csps.protocols.sampling import Sampling
 
 VOCAB = 12
@@ -34,6 +28,14 @@ RANDOM = Sampling(max_tokens=10**9)
 
 def logits_of(seed: int, vocab: int = VOCAB, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn_by(sampler: TokenSampler, logits_v: Tensor, index: int) -> Draw:
+    """A batch of one; raises what it has in place of a draw."""
+    (drawn,) = draw_batch([sampler], logits_v[None], [index])
+    if isinstance(drawn, CspsError):
+        raise drawn
+    return drawn
 
 
 def sampler_after(sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> TokenSampler:
@@ -187,7 +189,7 @@ def test_draw_remembers_its_own_token() -> None:
     """With a penalty that forbids what was said, greedy drawing says everything once."""
     sampler = TokenSampler(replace(GREEDY, presence_penalty=100.0), VOCAB)
     logits_v = logits_of(1)
-    drawn = [sampler.draw(logits_v, index).token for index in range(VOCAB)]
+    drawn = [drawn_by(sampler, logits_v, index).token for index in range(VOCAB)]
     assert drawn == logits_v.argsort(descending=True).tolist()
 
 
@@ -260,10 +262,10 @@ def test_draws_follow_the_exact_distribution(sampling: Sampling, vary: str) -> N
     scores = reference_scores(logits_v.tolist(), sampling, [], [])
     if vary == "index":
         sampler = TokenSampler(replace(sampling, seed=42), VOCAB)
-        counts = Counter(sampler.draw(logits_v, index).token for index in range(draws))
+        counts = Counter(drawn_by(sampler, logits_v, index).token for index in range(draws))
     else:
         samplers = (TokenSampler(replace(sampling, seed=seed), VOCAB) for seed in range(draws))
-        counts = Counter(sampler.draw(logits_v, 3).token for sampler in samplers)
+        counts = Counter(drawn_by(sampler, logits_v, 3).token for sampler in samplers)
     assert_fits(counts, reference_distribution(scores, sampling))
 
 
@@ -294,7 +296,7 @@ def test_draw_depends_on_seed_and_index_only() -> None:
     logits_bv = torch.stack([logits_of(seed) for seed in range(40)])
     sampling = replace(RANDOM, seed=7, frequency_penalty=0.5)
     alone = TokenSampler(sampling, VOCAB)
-    expected = [alone.draw(logits_v, index).token for index, logits_v in enumerate(logits_bv)]
+    expected = [drawn_by(alone, logits_v, index).token for index, logits_v in enumerate(logits_bv)]
 
     moved = [TokenSampler(sampling, VOCAB) for _ in range(3)]  # three ranks take turns
     for index, logits_v in enumerate(logits_bv):
@@ -313,7 +315,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits_v = torch.full((VOCAB,), -math.inf)
     logits_v[[4, 6]] = 0.0
     sampler = TokenSampler(RANDOM, VOCAB)
-    assert {sampler.draw(logits_v, index).token for index in range(200)} == {4, 6}
+    assert {drawn_by(sampler, logits_v, index).token for index in range(200)} == {4, 6}
 
 
 # --- greedy ------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_greedy_takes_the_first_of_equals(temperature: float) -> None:
     logits_v = torch.zeros(VOCAB)
     logits_v[[5, 3, 9]] = 2.0
     sampling = replace(GREEDY, temperature=temperature, top_k=1, top_p=0.1)
-    assert TokenSampler(sampling, VOCAB).draw(logits_v, 0).token == 3
+    assert drawn_by(TokenSampler(sampling, VOCAB), logits_v, 0).token == 3
     assert draw_batch([TokenSampler(sampling, VOCAB)], logits_v[None], [0]) == [Draw(token=3)]
 
 
@@ -334,7 +336,7 @@ def test_batch_draws_what_single_requests_draw() -> None:
     for samplings in ([GREEDY] * 6, [*mixed, GREEDY, RANDOM]):
         indices = [3, 0, 5, 1, 2, 999]
         singly = [
-            TokenSampler(s, VOCAB).draw(row, index)
+            drawn_by(TokenSampler(s, VOCAB), row, index)
             for s, row, index in zip(samplings, logits_bv, indices, strict=True)
         ]
         assert draw_batch([TokenSampler(s, VOCAB) for s in samplings], logits_bv, indices) == singly
@@ -348,7 +350,7 @@ def test_logprobs_are_those_of_the_logits_as_they_came(sampling: Sampling) -> No
     logits_v = logits_of(4)
     logprobs_v = logits_v.double().log_softmax(0)
     asked = replace(sampling, logprobs=3, logit_bias={2: 100.0}, repetition_penalty=2.0)
-    draw = TokenSampler(asked, VOCAB, [2]).draw(logits_v, 0)
+    draw = drawn_by(TokenSampler(asked, VOCAB, [2]), logits_v, 0)
     assert draw.token == 2
     assert draw.logprob == pytest.approx(float(logprobs_v[2]), rel=1e-5)
     best = logprobs_v.sort(descending=True)
@@ -357,12 +359,12 @@ def test_logprobs_are_those_of_the_logits_as_they_came(sampling: Sampling) -> No
 
 
 def test_logprobs_are_reported_only_on_request() -> None:
-    draw = TokenSampler(GREEDY, VOCAB).draw(logits_of(4), 0)
+    draw = drawn_by(TokenSampler(GREEDY, VOCAB), logits_of(4), 0)
     assert (draw.logprob, draw.top) == (None, ())
-    draw = TokenSampler(replace(GREEDY, logprobs=0), VOCAB).draw(logits_of(4), 0)
+    draw = drawn_by(TokenSampler(replace(GREEDY, logprobs=0), VOCAB), logits_of(4), 0)
     assert draw.logprob is not None
     assert draw.top == ()
-    draw = TokenSampler(replace(GREEDY, logprobs=VOCAB + 5), VOCAB).draw(logits_of(4), 0)
+    draw = drawn_by(TokenSampler(replace(GREEDY, logprobs=VOCAB + 5), VOCAB), logits_of(4), 0)
     assert len(draw.top) == VOCAB
 
 
@@ -382,7 +384,7 @@ def test_finish_reason(sampling: Sampling, index: int, expected: str | None) -> 
     logits_v = torch.zeros(VOCAB)
     logits_v[5] = 1.0
     sampler = TokenSampler(replace(sampling, temperature=0.0), VOCAB)
-    assert sampler.draw(logits_v, index).finish_reason == expected
+    assert drawn_by(sampler, logits_v, index).finish_reason == expected
 
 
 # --- what cannot be drawn ------------------------------------------------------------------------
@@ -397,20 +399,20 @@ def test_bad_logits_are_named(sampling: Sampling, value: float, complaint: str) 
     logits_v = logits_of(2)
     logits_v[7] = value
     with pytest.raises(BadLogits, match=complaint):
-        TokenSampler(sampling, VOCAB).draw(logits_v, 6)
+        drawn_by(TokenSampler(sampling, VOCAB), logits_v, 6)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
     with pytest.raises(BadLogits, match="all logits of token 3 are -inf"):
-        TokenSampler(sampling, VOCAB).draw(torch.full((VOCAB,), -math.inf), 3)
+        drawn_by(TokenSampler(sampling, VOCAB), torch.full((VOCAB,), -math.inf), 3)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
 def test_forbidding_every_token_is_the_clients_mistake(sampling: Sampling) -> None:
     unending = replace(sampling, min_tokens=2, stop_token_ids=tuple(range(VOCAB)))
     with pytest.raises(InvalidRequest, match="every token is forbidden"):
-        TokenSampler(unending, VOCAB).draw(logits_of(0), 1)
+        drawn_by(TokenSampler(unending, VOCAB), logits_of(0), 1)
     samplers = [TokenSampler(it, VOCAB) for it in (sampling, unending)]
     draws = draw_batch(samplers, torch.stack([logits_of(0)] * 2), [1, 1])
     assert [type(draw) for draw in draws] == [Draw, InvalidRequest]
@@ -471,7 +473,7 @@ def test_seeds_draw_what_they_have_always_drawn() -> None:
         for i in range(12):
             vocab, scale = [(50, 1.0), (1283, 3.0), (32000, 0.3), (6000, 2.0)][i % 4]
             sampler = TokenSampler(replace(sampling, seed=10 * case + i), vocab, [1, 2, 3])
-            drawn.append(sampler.draw(logits_of(i, vocab, scale), i).token)
+            drawn.append(drawn_by(sampler, logits_of(i, vocab, scale), i).token)
         assert drawn == expected
 
 
@@ -520,5 +522,5 @@ def test_a_long_list_of_stop_tokens_is_a_mask() -> None:
     sampling = replace(GREEDY, stop_token_ids=tuple(range(1, vocab)), min_tokens=2)
     sampler = TokenSampler(sampling, vocab)
     logits_v = logits_of(0, vocab)
-    assert sampler.draw(logits_v, 0) == Draw(token=0)
-    assert sampler.draw(logits_v, 2).finish_reason == "stop"
+    assert drawn_by(sampler, logits_v, 0) == Draw(token=0)
+    assert drawn_by(sampler, logits_v, 2).finish_reason == "stop"
