@@ -24,12 +24,12 @@ import report
 import wide_checkpoint
 from gang_cell import Cell, GangPlan
 from gang_threads import thread_gang
+from uniform_plan import uniform_plan
 
 from csps.actors.timeline import Timeline
-from csps.protocols.csa import CsaPlan
 
 RANKS, LAYERS, ROUNDS, CALLS = ("0-0-0", "0-1-0"), wide_checkpoint.LAYERS, 5, 100_000
-PLAN = CsaPlan.uniform(RANKS, levels=2, layers=LAYERS, drop_ratio=0.5, micro_partitions=4)
+PLAN = uniform_plan(RANKS, levels=2, layers=LAYERS, drop_ratio=0.5, micro_partitions=4)
 
 
 def main() -> None:

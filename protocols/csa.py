@@ -162,33 +162,6 @@ class CsaPlan:
                 f"{name} of {len(numbers)} levels; {self.levels} levels need {expected}, or none"
             )
 
-    @classmethod
-    def uniform(
-        cls,
-        locations: Sequence[str],
-        *,
-        levels: int,
-        layers: int,
-        drop_ratio: float = 0.0,
-        micro_partitions: int = 1,
-        importance_layer: Literal["previous", "same"] = "previous",
-        pipelined: bool = True,
-    ) -> CsaPlan:
-        """One ratio, halved from level to level, and one M for all layers of a model."""
-        group = LayerGroup(
-            first=0,
-            stop=layers,
-            drop_ratios=halving(drop_ratio, levels),
-            micro_partitions=(micro_partitions,) * levels,
-        )
-        return cls(
-            locations=tuple(locations),
-            levels=levels,
-            layer_groups=(group,),
-            importance_layer=importance_layer,
-            pipelined=pipelined,
-        )
-
     @property
     def lossless(self) -> bool:
         """Whether it is exact attention, by levels."""

@@ -12,9 +12,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tiny_checkpoints import make_checkpoint
+from uniform_plan import uniform_plan
 
 from csps.actors.timeline_export import CANCELLED, EXCHANGE_S, LAYER, PHASE
-from csps.protocols.csa import CsaPlan
 from csps.protocols.messages import PrefillDone
 
 TIMELINE = {
@@ -44,7 +44,7 @@ async def test_a_stopped_job(
     steps, plan = HeldSteps(monkeypatch), None
     if strategy in ("csa", "sp_tp"):
         locations = ["0-0-0", "0-1-0"]
-        plan = CsaPlan.uniform(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
+        plan = uniform_plan(locations, levels=2, layers=LAYERS, drop_ratio=0.5)
     it = Request(rid=VICTIM, prompt=prompt_of(60), shares=even_shares(60, [0]))
     # Plain gloo tells how long exchanges took.
     async with thread_cell(model, prefill=2, prefill_tp=tp, decode=1, data_group=None) as cell:

@@ -19,8 +19,8 @@ from gang_cell import LAYOUTS, Prompt, Request, even_shares, job_of, laid_out, p
 from gang_threads import ThreadCell, thread_cell
 from greedy_reference import greedy_tokens
 from held_positions import held_positions
+from uniform_plan import uniform_plan
 
-from csps.protocols.csa import CsaPlan
 from csps.protocols.placement import KvShare
 from csps.protocols.prefill_job import PrefillPiece
 from csps.protocols.span import Span
@@ -249,7 +249,7 @@ def random_strategy(bounds: Sequence[int], rng: random.Random) -> dict[str, Any]
         return {"strategy": strategy}
     members = len(bounds) - 1
     locations = [f"0-{member // 2}-{member % 2}" for member in range(members)]
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         locations,
         levels=rng.randint(1, len(Topology.of(locations).granularities)),
         layers=2,

@@ -14,6 +14,7 @@ from small_blocks import blocks_of
 from strategy_gangs import LAYERS, Gangs, check_scattered_history
 from strategy_ranks import RankResult, StrategyRanks, job_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from uniform_plan import uniform_plan
 
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
@@ -21,7 +22,6 @@ from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.query_blocks import query_blocks
 from csps.actors.strategies.strategy import Strategy
 from csps.actors.timeline import TRANSFERS, Event, Timeline
-from csps.protocols.csa import CsaPlan
 from csps.protocols.prefill_job import PrefillJob
 
 ROWS = 4
@@ -101,7 +101,7 @@ def test_after_every_block_that_attends_to_history(
 def test_after_every_block_of_a_micro_partition(gangs: Gangs) -> None:
     """And a micro-partition of six rows is two blocks."""
     locations = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
-    plan = CsaPlan.uniform(locations, levels=1, layers=LAYERS, micro_partitions=2)
+    plan = uniform_plan(locations, levels=1, layers=LAYERS, micro_partitions=2)
     job = job_of([0, 12, 24, 36, 48], PIECES, strategy="sp_tp", csa=plan)
     gang = gangs("gqa", 4, 1)
     whole = ran(gang, job)

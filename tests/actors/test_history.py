@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from strategy_gangs import LAYERS, Gangs
 from strategy_ranks import StrategyRanks, job_of
+from uniform_plan import uniform_plan
 
 from csps.actors.engine.choice import strategy_of
 from csps.protocols.csa import CsaPlan
@@ -29,7 +30,7 @@ several = settings(max_examples=examples(12), suppress_health_check=list(HealthC
 @st.composite
 def exact_plans(draw: st.DrawFn, members: int, longest: int) -> CsaPlan:
     where = draw(locations(members))
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         where,
         levels=draw(st.integers(1, len(Topology.of(where).granularities))),
         layers=LAYERS,

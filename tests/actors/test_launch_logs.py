@@ -16,6 +16,7 @@ from launch_log import Deadlock, Launch, LaunchLog, replay
 from small_blocks import blocks_of
 from strategy_ranks import MakeStrategy, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
+from uniform_plan import uniform_plan
 
 from csps.actors.csa.strategy import Csa
 from csps.actors.levels.schedule import DropSchedule
@@ -130,7 +131,7 @@ def gathered_weights(instances: int) -> MakeStrategy:
 
 def sp_tp(**fields: Any) -> Callable[[int], MakeStrategy]:
     def made(instances: int) -> MakeStrategy:
-        it = CsaPlan.uniform(
+        it = uniform_plan(
             PLACES[instances], levels=1, layers=LAYERS, **{"micro_partitions": 2, **fields}
         )
         return lambda group, engine: SpTp(group, engine, it)

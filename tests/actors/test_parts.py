@@ -18,6 +18,7 @@ from strategy_ranks import StrategyRanks, job_of
 from test_history import STRATEGIES, jobs, on_gangs
 from test_withdrawn import BOUNDS, CASES, LENGTHS
 from torch import Tensor
+from uniform_plan import uniform_plan
 
 from csps.actors.engine.choice import strategy_of
 from csps.actors.engine.engine import Engine
@@ -25,7 +26,6 @@ from csps.actors.mesh import Mesh, Tag
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.parts import ModelShape, Points, StepParts, step_parts
 from csps.actors.strategies.strategy import Strategy
-from csps.protocols.csa import CsaPlan
 from csps.protocols.placement import KvShare
 from csps.protocols.prefill_job import PrefillJob
 from csps.protocols.span import Span
@@ -135,7 +135,7 @@ def test_the_same_with_members_that_have_no_heads(
     gangs: Gangs, strategy: str, planned: bool
 ) -> None:
     places = tuple(f"0-{member // 2}-{member % 2}" for member in range(6))
-    plan = CsaPlan.uniform(places, levels=2, layers=LAYERS, micro_partitions=2)
+    plan = uniform_plan(places, levels=2, layers=LAYERS, micro_partitions=2)
     shares = [KvShare(instance=5, span=Span(start=0, stop=9))]
     job = job_of(
         [0, 9, 14, 30, 30, 40, 48],

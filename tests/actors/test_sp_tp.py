@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from property_examples import examples
 from strategy_gangs import LAYERS, MODELS, Gangs, check_scattered_history
 from strategy_ranks import job_of
+from uniform_plan import uniform_plan
 
 from csps.actors.engine.engine import Engine
 from csps.actors.strategies import sp_tp_attention
 from csps.actors.strategies.group import SpGroup
 from csps.actors.strategies.sp_tp import SpTp
 from csps.actors.timeline import TRANSFERS, Timeline
-from csps.protocols.csa import CsaPlan
 
 TWO_SERVERS = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
 
@@ -30,7 +30,7 @@ def exact(group: SpGroup, engine: Engine) -> SpTp:
 def pipelined(
     locations: tuple[str, ...], micro_partitions: int, *, hierarchical: bool = True
 ) -> Callable[[SpGroup, Engine], SpTp]:
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         locations, levels=1, layers=LAYERS, micro_partitions=micro_partitions, pipelined=True
     )
     return lambda group, engine: SpTp(group, engine, plan, hierarchical=hierarchical)
@@ -83,7 +83,7 @@ def test_rows_and_sums_travel_while_attention_is_computed(
 def test_not_pipelined_nothing_is_computed_while_anything_travels(
     gloo_gangs: Gangs, hierarchical: bool
 ) -> None:
-    plan = CsaPlan.uniform(TWO_SERVERS, levels=1, layers=LAYERS, pipelined=False)
+    plan = uniform_plan(TWO_SERVERS, levels=1, layers=LAYERS, pipelined=False)
 
     def make(group: SpGroup, engine: Engine) -> SpTp:
         group.clock.timeline = Timeline(on=True)

@@ -12,8 +12,8 @@ from gang_cell import Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
+from uniform_plan import uniform_plan
 
-from csps.protocols.csa import CsaPlan
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import TokenDrawn
 
@@ -41,9 +41,7 @@ async def test_greedy_tokens(
     locations = [f"0-{2 * index // prefill}-{index}" for index in range(prefill)]
     plan = None
     if micro_partitions is not None:
-        plan = CsaPlan.uniform(
-            locations, levels=2, layers=LAYERS, micro_partitions=micro_partitions
-        )
+        plan = uniform_plan(locations, levels=2, layers=LAYERS, micro_partitions=micro_partitions)
     requests = [
         Request(
             rid=rid,

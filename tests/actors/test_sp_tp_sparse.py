@@ -14,6 +14,7 @@ from small_blocks import blocks_of
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
+from uniform_plan import uniform_plan
 
 from csps.actors.strategies.sp_tp import SpTp
 from csps.protocols.csa import ALL_QUERIES, CsaPlan, LayerGroup, halving
@@ -43,7 +44,7 @@ def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StrategyRanks]:
 
 
 def plan_of(levels: int, drop_ratio: float, window: int, *, pipelined: bool = True) -> CsaPlan:
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         LOCATIONS, levels=levels, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=3
     )
     return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)

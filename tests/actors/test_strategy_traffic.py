@@ -12,6 +12,7 @@ from ring_traffic import ring_kv_traffic, ring_q_traffic
 from strategy_ranks import MakeStrategy, StrategyRanks, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
+from uniform_plan import uniform_plan
 
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.choice import strategy_of
@@ -127,7 +128,7 @@ def locations_of(group: GroupShape) -> list[str]:
 @pytest.mark.parametrize("micro_partitions", [1, 3])
 def test_sp_tp(gang: StrategyRanks, hierarchical: bool, micro_partitions: int) -> None:
     group = group_of(gang)
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         locations_of(group),
         levels=1,
         layers=LAYERS,

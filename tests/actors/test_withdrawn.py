@@ -13,6 +13,7 @@ import torch
 from strategy_gangs import LAYERS, Gangs
 from strategy_ranks import StrategyRanks, assert_near, job_of
 from torch import Tensor
+from uniform_plan import uniform_plan
 
 from csps.actors.csa import own_rows, owned_level
 from csps.actors.engine.choice import strategy_of
@@ -37,7 +38,7 @@ BOUNDS = (0, 15, 33, 60, 75)
 
 def plan(drop_ratio: float, **fields: Any) -> CsaPlan:
     """Of three layers the one in the middle drops."""
-    whole = CsaPlan.uniform(
+    whole = uniform_plan(
         SERVERS, levels=3, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=2
     )
     return replace(whole, importance_window=8, sinks=1, tail=2, **fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uniform_plan import uniform_plan
 
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_choice import (
@@ -17,7 +18,6 @@ from csps.configurator.strategy_choice import (
     sparse_options,
 )
 from csps.configurator.traffic import Traffic, gathered_weights_traffic, sp_tp_traffic
-from csps.protocols.csa import CsaPlan
 from csps.protocols.group_shape import GroupShape
 
 LLAMA_8B = AttentionShape(hidden=4096, heads=32, kv_heads=8, head_dim=128, layers=32)
@@ -143,7 +143,7 @@ def test_levels_halve_what_two_servers_send_each_other(servers: tuple[int, ...],
 @pytest.mark.parametrize(("drop_ratio", "expected"), [(0.0, "sp_tp"), (0.5, "csa")])
 def test_dropping_is_counted_where_it_saves(drop_ratio: float, expected: str) -> None:
     """SP-TP sends what it drops, so sparse SP-NTP may move less where exact SP-NTP moves more."""
-    plan = CsaPlan.uniform(TWO_SERVERS, levels=3, layers=8, drop_ratio=drop_ratio)
+    plan = uniform_plan(TWO_SERVERS, levels=3, layers=8, drop_ratio=drop_ratio)
     options = sparse_options(WIDE, plan, tp=1, spts=(2048,) * 4)
     assert least(options) == expected
     group = GroupShape((2, 2))

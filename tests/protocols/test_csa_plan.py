@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from uniform_plan import uniform_plan
 
 from csps.protocols import schema
 from csps.protocols.csa import CsaPlan, LayerGroup, halving, kept_tokens
@@ -106,7 +107,7 @@ def job(plan: CsaPlan | None, **fields: Any) -> PrefillJob:
 
 
 def test_a_job_with_a_plan_crosses_the_wire() -> None:
-    plan = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.3, micro_partitions=2)
+    plan = uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.3, micro_partitions=2)
     assert schema.unpack(PrefillJob, schema.pack(job(plan))) == job(plan)
 
 
@@ -118,7 +119,7 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
         (
             {
                 "strategy": "levels",
-                "csa": CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.1),
+                "csa": uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.1),
             },
             "'levels' is exact, and its plan drops",
         ),
@@ -127,7 +128,7 @@ def test_a_job_with_a_plan_crosses_the_wire() -> None:
     ],
 )
 def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], what: str) -> None:
-    plan = CsaPlan.uniform(SERVERS, levels=3, layers=8, micro_partitions=2)
+    plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
     with pytest.raises(ValueError, match=what):
         job(plan, **fields)
 
@@ -145,7 +146,7 @@ def test_a_job_that_does_not_fit_its_plan_is_refused(fields: dict[str, Any], wha
     ],
 )
 def test_chunks_may_be_sparse_but_not_for_decode(chunk: PrefillPiece) -> None:
-    plan = CsaPlan.uniform(SERVERS, levels=3, layers=8, micro_partitions=2)
+    plan = uniform_plan(SERVERS, levels=3, layers=8, micro_partitions=2)
     assert job(plan, pieces=(chunk,)).csa == plan
     with pytest.raises(ConfigError, match="decode_kept_only takes whole prompts"):
         job(replace(plan, decode_kept_only=True), pieces=(chunk,))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from uniform_plan import uniform_plan
 
-from csps.protocols.csa import CsaPlan, LayerGroup
+from csps.protocols.csa import LayerGroup
 from csps.protocols.csa_settings import MICRO_PARTITIONS, CsaSettings
 from csps.protocols.errors import ConfigError
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
@@ -51,7 +52,7 @@ def test_a_group_with_all_that_is_asked_for_has_it() -> None:
         tail=2,
     )
     plan = settings.for_group(SERVERS, layers=8, longest_spt=100)
-    uniform = CsaPlan.uniform(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
+    uniform = uniform_plan(SERVERS, levels=3, layers=8, drop_ratio=0.5, micro_partitions=4)
     assert (plan.levels, plan.layer_groups) == (uniform.levels, uniform.layer_groups)
     assert (plan.importance_window, plan.sinks, plan.tail) == (0, 1, 2)
     assert not list(settings.shortfalls(plan))

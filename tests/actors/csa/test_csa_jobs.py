@@ -13,6 +13,7 @@ from gang_cell import ANSWER_S, Cell, Request, even_shares, job_of, prompt_of
 from gang_threads import thread_cell
 from greedy_reference import greedy_tokens
 from tiny_checkpoints import make_checkpoint
+from uniform_plan import uniform_plan
 
 from csps.actors.csa.own_rows import OwnRows
 from csps.protocols.csa import CsaPlan
@@ -24,7 +25,7 @@ LAYERS = 4
 
 
 def plan(members: int, *, levels: int, drop_ratio: float, micro: int = 2) -> CsaPlan:
-    return CsaPlan.uniform(
+    return uniform_plan(
         LOCATIONS[:members],
         levels=levels,
         layers=LAYERS,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from rank_world import RankWorld
+from uniform_plan import uniform_plan
 
 from csps.configurator.csa_traffic import csa_layer_traffic, csa_traffic
 from csps.configurator.shapes import AttentionShape
@@ -85,7 +86,7 @@ def test_counts_what_the_ranks_send(world: RankWorld, case: CsaCase) -> None:
 
 def two_by_two(drop_ratio: float = 0.0, levels: int = 3) -> CsaPlan:
     places = ("0-0-0", "0-0-1", "0-1-0", "0-1-1")
-    return CsaPlan.uniform(places, levels=levels, layers=4, drop_ratio=drop_ratio)
+    return uniform_plan(places, levels=levels, layers=4, drop_ratio=drop_ratio)
 
 
 SHAPE = AttentionShape(hidden=1, heads=8, kv_heads=4, head_dim=64, layers=4)

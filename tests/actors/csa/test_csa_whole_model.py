@@ -12,6 +12,7 @@ from dense_csa import DenseCsa
 from strategy_ranks import Forward, StrategyRanks, dense_forward, job_of, strategy_ranks
 from tiny_checkpoints import make_checkpoint
 from torch import Tensor
+from uniform_plan import uniform_plan
 
 from csps.actors.csa.strategy import Csa
 from csps.actors.engine.engine import Engine
@@ -52,7 +53,7 @@ def parallel_gang(model: Path) -> Iterator[StrategyRanks]:
 
 
 def plan_of(levels: int, drop_ratio: float, window: int = 16, *, pipelined: bool = True) -> CsaPlan:
-    plan = CsaPlan.uniform(
+    plan = uniform_plan(
         LOCATIONS, levels=levels, layers=LAYERS, drop_ratio=drop_ratio, micro_partitions=3
     )
     return replace(plan, importance_window=window, sinks=2, tail=5, pipelined=pipelined)
