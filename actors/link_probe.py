@@ -1,10 +1,11 @@
-"""How long one rank takes to send to another: `python -m csps.actors.link_probe RANK HOST STORE
-SIZES ROUNDS [DEVICE]`.
+"""How long ranks take to send to each other: `python -m csps.actors.link_probe RANK RANKS HOST
+STORE SIZES ROUNDS [DEVICE]`.
 
 Goes through the engine's own `Mesh`, so it measures what ranks get. Rank 0 hosts the rendezvous
-store and prints its address, HOST:PORT; STORE is that address for rank 1 and `-` for rank 0. SIZES
-are bytes, separated by commas. Rank 1 prints a list of the rounds' seconds for each size: of
-sending a block there and having a word's answer back.
+store and prints its address, HOST:PORT; STORE is that address for the others and `-` for rank 0.
+SIZES are bytes, separated by commas. Pairs take turns, in the order of `itertools.combinations`, so
+that none has to share a wire with another. A pair's lower rank sends; its higher one prints a list
+of the rounds' seconds for each size: of sending a block there and having a word's answer back.
 """
 
 from __future__ import annotations
@@ -13,46 +14,73 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import combinations
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from csps.actors.mesh import Mesh, Tag
 from csps.actors.rendezvous import StoreAddress, host_store, join_store
 
+TURN = timedelta(minutes=10)
+"""For another pair to be measured."""
+
 
 def main(arguments: Sequence[str]) -> None:
-    """Be one end."""
-    rank, host, store_at, sizes, rounds, *device = arguments
-    if rank == "0":
-        hosted = host_store(host)
-        print(json.dumps(f"{hosted.address.host}:{hosted.address.port}"), flush=True)
-        store = hosted.store
-    else:
-        address, port = store_at.rsplit(":", 1)
-        store = join_store(StoreAddress(address, int(port)))
+    """Be one rank."""
+    rank, ranks, host, store_at, sizes, rounds, *device = arguments
+    store = _store(host, store_at)
     place = (device or ["cpu"])[0]
-    mesh = Mesh(store, name="probe", rank=int(rank), world_size=2, device=place, host=host)
-    seconds = [_rounds(mesh, int(size), int(rounds), place) for size in sizes.split(",")]
-    if rank == "1":
-        print(json.dumps(seconds), flush=True)
+    mesh = Mesh(store, name="probe", rank=int(rank), world_size=int(ranks), device=place, host=host)
+    for pair in combinations(range(mesh.world_size), 2):
+        if mesh.rank in pair:
+            seconds = [_rounds(mesh, pair, int(size), int(rounds)) for size in sizes.split(",")]
+            if mesh.rank == max(pair):
+                print(json.dumps(seconds), flush=True)
+                store.set(_measured(pair), "")
+        store.wait([_measured(pair)], TURN)
+    _leave(store, mesh)
+
+
+def _store(host: str, store_at: str) -> Store:
+    if store_at != "-":
+        address, port = store_at.rsplit(":", 1)
+        return join_store(StoreAddress(address, int(port)))
+    hosted = host_store(host)
+    print(json.dumps(f"{hosted.address.host}:{hosted.address.port}"), flush=True)
+    return hosted.store
+
+
+def _leave(store: Store, mesh: Mesh) -> None:
+    """Rank 0 goes last, and the store with it."""
+    if mesh.rank:
+        store.set(f"left {mesh.rank}", "")
+    else:
+        store.wait([f"left {rank}" for rank in range(1, mesh.world_size)], TURN)
     mesh.close()
 
 
-def _rounds(mesh: Mesh, size: int, rounds: int, device: str) -> list[float]:
+def _measured(pair: tuple[int, int]) -> str:
+    return "measured {}-{}".format(*pair)
+
+
+def _rounds(mesh: Mesh, pair: tuple[int, int], size: int, rounds: int) -> list[float]:
     """Seconds of each round with blocks of a size; the first one, which connects, is left out."""
-    block = torch.zeros(size, dtype=torch.uint8, device=device)
-    return [_round(mesh, block) for _ in range(rounds + 1)][1:]
+    block = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
+    return [_round(mesh, pair, block) for _ in range(rounds + 1)][1:]
 
 
-def _round(mesh: Mesh, block: torch.Tensor) -> float:
-    """Rank 0 sends the block, rank 1 acknowledges it: seconds of the round trip."""
+def _round(mesh: Mesh, pair: tuple[int, int], block: torch.Tensor) -> float:
+    """The lower rank sends the block, the other acknowledges it: seconds of the round trip."""
     begin, word = time.perf_counter(), torch.zeros(1, device=block.device)
-    if mesh.rank == 0:
-        mesh.exchange([(1, block)], [], Tag.KV_MOVE).wait()
-        mesh.exchange([], [(1, word)], Tag.KV_MOVE).wait()
+    sender, receiver = pair
+    if mesh.rank == sender:
+        mesh.exchange([(receiver, block)], [], Tag.KV_MOVE).wait()
+        mesh.exchange([], [(receiver, word)], Tag.KV_MOVE).wait()
     else:
-        mesh.exchange([], [(0, block)], Tag.KV_MOVE).wait()
-        mesh.exchange([(0, word)], [], Tag.KV_MOVE).wait()
+        mesh.exchange([], [(sender, block)], Tag.KV_MOVE).wait()
+        mesh.exchange([(sender, word)], [], Tag.KV_MOVE).wait()
     if block.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - begin

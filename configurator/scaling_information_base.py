@@ -18,7 +18,9 @@ from typing import Any, Self, TypeVar
 
 from csps.protocols.errors import ConfigError, DeadlineExceeded
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+OLDER = (1, 2, 3)
+"""Schemas of files that are made into this one."""
 WRITE_S = 10.0
 """For other processes to end their transactions, which take milliseconds."""
 
@@ -67,6 +69,9 @@ class LinkRow:
 
     kind: str
     """"inside" a server or "between" two."""
+    sender: str
+    """Rack-Server-GPU id; empty, like the receiver's, where nobody has noted it."""
+    receiver: str
     bytes: int
     seconds: float
     """One way."""
@@ -236,12 +241,20 @@ class ScalingInformationBase:
         self._check(identity)
 
     def _renew(self) -> None:
-        """Schemas 1 and 2 had fewer columns for accuracy, of which nothing had been measured."""
-        if self._version() in (1, 2):
+        """Schemas 1 and 2 had fewer columns for accuracy, of which nothing had been measured; up to
+        3 nobody noted which ranks a link was between."""
+        if self._version() in OLDER:
             with self._transaction():
-                if self._version() in (1, 2):
-                    self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
-                    _make_table(self._database, AccuracyRow)
+                # Read again: another process may have been quicker.
+                if (version := self._version()) in OLDER:
+                    if version < 3:
+                        self._database.execute(f"DROP TABLE {_TABLES[AccuracyRow]}")
+                        _make_table(self._database, AccuracyRow)
+                    for rank in ("sender", "receiver"):
+                        self._database.execute(
+                            f"ALTER TABLE {_TABLES[LinkRow]} "
+                            f"ADD COLUMN {rank} TEXT NOT NULL DEFAULT ''"
+                        )
                     self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextmanager

@@ -8,6 +8,7 @@ from csps.configurator.scaling_information_base import (
     PhaseRow,
     ScalingInformationBase,
 )
+from csps.services.profiling.measured_links import kind_of
 
 
 def accuracy_row(
@@ -31,10 +32,25 @@ def accuracy_row(
 
 
 def add_times(base: ScalingInformationBase) -> None:
-    for size in (8, 100_000):
-        seconds = 1e-4 + size * 1e-9
-        base.add(LinkRow(kind="inside", bytes=size, seconds=seconds, load=0.0, date="d"))
+    for row in link_rows("0-0-0", "0-0-1", s_per_byte=1e-9):
+        base.add(row)
     add_phases(base)
+
+
+def link_rows(sender: str, receiver: str, *, s_per_byte: float) -> list[LinkRow]:
+    """Of a pair of ranks, with 100 us of latency."""
+    return [
+        LinkRow(
+            kind=kind_of(sender, receiver),
+            sender=sender,
+            receiver=receiver,
+            bytes=size,
+            seconds=1e-4 + size * s_per_byte,
+            load=0.0,
+            date="d",
+        )
+        for size in (8, 100_000)
+    ]
 
 
 def add_phases(base: ScalingInformationBase) -> None:

@@ -61,11 +61,11 @@ def round_trip_s(source: Server, sink: Server) -> float:
 def _probe(source: Server, sink: Server, megabytes: float, rounds: int) -> list[float]:
     """Seconds of each round."""
     sizes = (str(int(megabytes * 1e6)), str(rounds))
-    first = _start(source, "0", source.address, "-", *sizes)
+    first = _start(source, "0", "2", source.address, "-", *sizes)
     try:
         assert first.stdout is not None
         store_at = json.loads(first.stdout.readline())
-        second = _start(sink, "1", sink.address, store_at, *sizes)
+        second = _start(sink, "1", "2", sink.address, store_at, *sizes)
         try:
             output, _ = second.communicate(timeout=PROBE_S)
             first.wait(PROBE_S)

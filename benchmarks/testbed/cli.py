@@ -86,8 +86,9 @@ def _down(_args: argparse.Namespace) -> None:
 
 
 def _exec(args: argparse.Namespace) -> None:
-    command = _bed(args).servers[args.server].command(*args.command)
-    os.execvp(command[0], command)
+    bed = _bed(args)
+    command = bed.servers[args.server].command(*args.command)
+    os.execvpe(command[0], command, {**os.environ, **ray_cluster.environment(bed)})
 
 
 def _rate(args: argparse.Namespace) -> None:

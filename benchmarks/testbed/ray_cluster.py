@@ -78,6 +78,7 @@ def start(
     folder = _new_folder(bed)
     with _undone_on_failure(folder) as started:
         head = _head(bed, folder)
+        _write_token(Path(head.token_file))
         for server in bed.servers:
             _start_node(server, head, folder, started)
         config = _config(folder, serve_config(bed, model=model, port=port, settings=settings or {}))
@@ -86,6 +87,13 @@ def start(
             deploy(config, head, folder)
             wait_ready(config, head, say=print)
     return config.url
+
+
+def environment(bed: Testbed) -> dict[str, str]:
+    """For commands that talk to the bed's Ray cluster, if it has one."""
+    folder = files_of(bed.name)
+    head = _head(bed, folder)
+    return {**_environment(head), "RAY_ADDRESS": head.address} if folder.is_dir() else {}
 
 
 def _new_folder(bed: Testbed) -> Path:
@@ -129,18 +137,20 @@ class _Node:
 
 
 def _head(bed: Testbed, folder: Path) -> _Head:
-    token_file = folder / "token"
-    token_file.touch(mode=0o600)
-    token_file.write_text(secrets.token_hex(32))
     return _Head(
         namespace=bed.servers[0].namespace,
         pid=0,
         address=f"{bed.servers[0].address}:{GCS_PORT}",
         dashboard=f"http://127.0.0.1:{DASHBOARD_PORT}",
-        token_file=str(token_file),
+        token_file=str(folder / "token"),
         log_file=str(folder / "ray-0.log"),
         socket_dir=str(folder / "http-front"),
     )
+
+
+def _write_token(path: Path) -> None:
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
 
 
 def _start_node(server: Server, head: RayHead, folder: Path, started: list[_Node]) -> None:

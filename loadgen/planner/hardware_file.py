@@ -180,7 +180,16 @@ def _speeds(
         links = base.rows(LinkRow)
     given = file.links
     inside = _link(given.inside) if given.inside else link_speed(links, "inside")
-    return times, inside, _link(given.between) if given.between else inside, rows
+    return times, inside, _between(given, links) or inside, rows
+
+
+def _between(given: Links, measured: Sequence[LinkRow]) -> LinkSpeed | None:
+    """Between servers: as given, else as measured; None if nobody knows."""
+    if given.between:
+        return _link(given.between)
+    if any(row.kind == "between" for row in measured):
+        return link_speed(measured, "between")
+    return None
 
 
 def _link(section: LinkSection | None) -> LinkSpeed:

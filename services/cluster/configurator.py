@@ -15,6 +15,7 @@ from csps.protocols.rpc_client import RpcClient
 from csps.protocols.rpc_server import Peer, RpcServer
 from csps.protocols.schema import pack, unpack
 from csps.services.cluster.node import listen_host
+from csps.services.cluster.ray_generations import application_name
 from csps.services.launch.credentials import ClusterSecret
 from csps.services.launch.settings import Settings
 from csps.services.telemetry import tracing
@@ -57,7 +58,7 @@ class Configurator:
         """Until what is missing was measured, or cannot be."""
         from csps.services.profiling.idle_profile import profile_when_idle
 
-        await profile_when_idle(settings)
+        await profile_when_idle(settings, name=application_name())
         self._rules = await asyncio.to_thread(make_rules, settings)
 
     async def __del__(self) -> None:
@@ -69,8 +70,7 @@ class Configurator:
 
 
 def make_rules(settings: Settings, *, later: bool = False) -> StrategyRules:
-    """The rules for the model, for the links that the operator has measured, and for what was
-    profiled.
+    """The rules for the model and for what was profiled.
 
     Args:
         later: what is missing will be measured.
@@ -79,13 +79,14 @@ def make_rules(settings: Settings, *, later: bool = False) -> StrategyRules:
         CheckpointError: the model's directory does not say.
     """
     # As below.
+    from csps.services.profiling.measured_links import link_ratio
     from csps.services.profiling.option_source import accuracy_model, predicted_options
 
     accuracy = accuracy_model(settings)
     predicted = predicted_options(settings, accuracy)
     return StrategyRules(
         attention_shape(settings),
-        link_ratio=settings.topology.link_ratio,
+        link_ratio=link_ratio(settings),
         accuracy=None if isinstance(accuracy, str) else accuracy,
         predicted=None if later and isinstance(predicted, str) else predicted,
     )

@@ -21,7 +21,7 @@ from csps.actors.rank_config import RankConfig
 from csps.protocols.errors import ConfigError
 from csps.protocols.gang_members import GangRole, RankAddress
 from csps.services.cluster.membership import Member
-from csps.services.cluster.node import labelled_location, listen_host
+from csps.services.cluster.node import labelled_location, listen_host, own_labels
 from csps.services.cluster.ray_generations import RayGenerations, application_name
 from csps.services.cluster.registration import Registration
 from csps.services.cluster.registry import Registry, wait_for_store
@@ -123,8 +123,8 @@ def location(role: GangRole, settings: Settings, rank: int) -> str:
     Raises:
         ConfigError: the label is no Rack-Server id; Serve then shows why the rank does not start.
     """
-    named: tuple[str, ...] = getattr(settings.topology, role)
-    return named[rank] if named else str(labelled_location(rank))
+    named = settings.topology.of(role)
+    return named[rank] if named else str(labelled_location(own_labels(), rank))
 
 
 def resolve_device(device: str, num_gpus: float) -> str:

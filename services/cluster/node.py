@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -19,14 +20,13 @@ def listen_host(settings: Settings) -> str:
     return _node_address() if settings.host == "auto" else settings.host
 
 
-def labelled_location(gpu: int) -> Location:
-    """A GPU of this node, by the Rack-Server id that the operator gave the node; nodes without one
+def labelled_location(labels: Mapping[str, Any], gpu: int) -> Location:
+    """A GPU of a node, by the Rack-Server id that the operator gave the node; nodes without one
     are all taken for one server.
 
     Raises:
         ConfigError: the label is no such id.
     """
-    labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
     server = str(labels.get(SERVER_LABEL, "0-0"))
     try:
         return Location.parse(f"{server}-{gpu}")
@@ -35,6 +35,12 @@ def labelled_location(gpu: int) -> Location:
             f"node label {SERVER_LABEL} is {abridged(server)}; allowed are two decimal numbers "
             "of at most 9 digits, without leading zeros, rack and server, like 0-3"
         ) from None
+
+
+def own_labels() -> dict[str, Any]:
+    """Of the node that this process runs on."""
+    labels: dict[str, Any] = ray.get_runtime_context().get_node_labels()
+    return labels
 
 
 def _node_address() -> str:

@@ -266,8 +266,12 @@ class TopologySettings(Section):
     """The same of the elastic gang."""
     link_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """How much longer a byte takes from server to server than inside one, for the choice between
-    strategies. 1, a byte is a byte, is how the paper counts; nobody has measured the links yet,
-    and any other number would be a guess. Measure, and divide the rates."""
+    strategies, as long as nobody has measured it (`csps profile links`). 1, a byte is a byte, is
+    how the paper counts."""
+
+    def of(self, role: GangRole) -> tuple[str, ...]:
+        """Ids of a gang's ranks, in rank order; empty where their nodes' labels say."""
+        return {"prefill": self.prefill, "decode": self.decode, "elastic": self.elastic}[role]
 
 
 class Settings(Section):
@@ -338,7 +342,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _topology_fits_the_gangs(self) -> Self:
         for role in get_args(GangRole):
-            locations = getattr(self.topology, role)
+            locations = self.topology.of(role)
             if role in self.gangs:
                 _check_locations(role, locations, self.gangs[role])
             elif locations:
@@ -359,6 +363,11 @@ class Settings(Section):
         if self.elastic is None and self.decode.prefill_tokens_max:
             options[RIDES] = self.decode.prefill_tokens_max
         return options
+
+    @property
+    def prefilling_role(self) -> GangRole:
+        """Of the gang that computes prompts."""
+        return "prefill" if self.elastic is None else "elastic"
 
     @property
     def prefilling(self) -> PrefillSettings | ElasticSettings:

@@ -22,10 +22,9 @@ from csps.configurator.scaling_information_base import (
     StepRow,
 )
 from csps.models.spec import read_spec
-from csps.services.cluster.gangs import resolve_device
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch import ray_head
-from csps.services.launch.deploy_config import read_config
+from csps.services.launch.deploy_config import DeployConfig, read_config
 from csps.services.launch.model_check import check_model
 from csps.services.launch.serve_command import RUN_DIR
 from csps.services.launch.settings import Settings
@@ -36,7 +35,16 @@ from csps.services.profiling.accuracy.report import accuracy_lines
 from csps.services.profiling.fitting import EXACT, fit_table
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.latency_source import LATENCY
-from csps.services.profiling.links import INSIDE, QUICK_SIZES, SIZES, measure_link
+from csps.services.profiling.links import (
+    LOOPBACK,
+    QUICK_SIZES,
+    SIZES,
+    LinkEnd,
+    LocalEnd,
+    measure_links,
+    ranks_here,
+)
+from csps.services.profiling.measured_links import kind_of
 from csps.services.profiling.overheads import measure_overheads
 from csps.services.profiling.phases import measure_phases, phase_lines
 from csps.services.profiling.report import coefficient_lines, link_lines, step_lines
@@ -45,15 +53,19 @@ from csps.services.profiling.ring_profile import RingProfile
 from csps.services.profiling.step_profile import Effort, StepProfile
 from csps.services.scheduling.latency import LatencyTable
 
+CLUSTER = "RAY_ADDRESS"
+"""Variable that names the Ray cluster of a server that runs."""
 QUICK = Effort(quick=True, rounds=1, iterations=16, limit_s=60.0)
 
 
 def main(argv: Sequence[str]) -> None:
     """The command."""
     arguments = _arguments(argv)
-    settings = read_config(arguments.config).settings
+    config = read_config(arguments.config)
+    settings = config.settings
     check_model(settings)
-    if arguments.what != "accuracy":  # of which no time is measured
+    # Of accuracy no time is measured, and a server in a cluster is what links are measured of.
+    if arguments.what != "accuracy" and not (arguments.what == "links" and CLUSTER in os.environ):
         warn_of_a_server(RUN_DIR)
     path = arguments.sib or Path(settings.scaling_information_base)
     with ScalingInformationBase.create(path, identity_of(settings)) as base:
@@ -69,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
             elif arguments.what == "accuracy":
                 _accuracy(base, settings, arguments)
             else:
-                asyncio.run(_links(base, settings, quick=arguments.quick))
+                asyncio.run(_links(base, config, quick=arguments.quick))
         finally:
             # Also after Ctrl-C: what was measured is kept, and the next run goes on from there.
             _show(base, settings, _fit(base, settings), arguments.what)
@@ -85,12 +97,46 @@ def warn_of_a_server(run_dir: Path) -> None:
         )
 
 
-async def _links(base: ScalingInformationBase, settings: Settings, *, quick: bool) -> None:
-    device = resolve_device(settings.device, settings.prefilling.num_gpus)
+async def _links(base: ScalingInformationBase, config: DeployConfig, *, quick: bool) -> None:
     load, sizes = os.getloadavg()[0], QUICK_SIZES if quick else SIZES
-    _say(f"two ranks of this machine, {len(sizes)} sizes; measurements are kept in {base.path}")
-    for size, seconds in (await measure_link(sizes, host="127.0.0.1", device=device)).items():
-        base.add(LinkRow(kind=INSIDE, bytes=size, seconds=seconds, load=load, date=_now()))
+    locations, hosts, ends = await _link_ends(config)
+    where = "of the server that runs" if CLUSTER in os.environ else "of this machine"
+    _say(f"all pairs of {len(ends)} ranks {where}; measurements are kept in {base.path}")
+
+    def keep(first: int, second: int, seconds: dict[int, float]) -> None:
+        sender, receiver = locations[first], locations[second]
+        for size, taken in seconds.items():
+            base.add(
+                LinkRow(
+                    kind=kind_of(sender, receiver),
+                    sender=sender,
+                    receiver=receiver,
+                    bytes=size,
+                    seconds=taken,
+                    load=load,
+                    date=_now(),
+                )
+            )
+
+    await measure_links(ends, hosts, sizes, keep)
+
+
+async def _link_ends(config: DeployConfig) -> tuple[list[str], list[str], list[LinkEnd]]:
+    """Location, interface and end of each rank that computes prompts."""
+    settings = config.settings
+    device = settings.device, settings.prefilling.num_gpus
+    if CLUSTER not in os.environ:
+        locations = ranks_here(settings)
+        return locations, [LOOPBACK for _ in locations], [LocalEnd(*device) for _ in locations]
+    # Ray and Serve take seconds to import.
+    from csps.services.profiling.server_links import RemoteEnd, server_ranks
+
+    ranks = await server_ranks(config)
+    return (
+        [it.location for it in ranks],
+        [it.host for it in ranks],
+        [RemoteEnd(it.node_id, *device) for it in ranks],
+    )
 
 
 def _accuracy(

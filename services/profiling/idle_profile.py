@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import ray
 import yaml
 
 from csps.services.launch.settings import Settings
@@ -30,18 +31,23 @@ Run = Callable[[Sequence[str]], Awaitable[str | None]]
 
 
 async def profile_when_idle(
-    settings: Settings, run: Run | None = None, load: Callable[[], float] | None = None
+    settings: Settings,
+    run: Run | None = None,
+    load: Callable[[], float] | None = None,
+    *,
+    name: str = "csps",
 ) -> bool:
     """Measure and learn what the configurator needs; whether all of it succeeded.
 
     Args:
         run: in the place of a process.
         load: in the place of the machine's, over its cores.
+        name: of the application, whose ranks links are measured between.
     """
     run, load = run or _run, load or _load
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
-        config.write_text(yaml.safe_dump(_application(settings)))
+        config.write_text(yaml.safe_dump(_application(settings, name)))
         for command in COMMANDS:
             while load() > IDLE_LOAD:  # noqa: ASYNC110 (a machine has no event for it)
                 await asyncio.sleep(LOOK_S)
@@ -52,9 +58,9 @@ async def profile_when_idle(
     return True
 
 
-def _application(settings: Settings) -> dict[str, object]:
+def _application(settings: Settings, name: str) -> dict[str, object]:
     application = {
-        "name": "csps",
+        "name": name,
         "import_path": "csps.services.app:build",
         "args": settings.model_dump(mode="json", exclude_unset=True),
     }
@@ -76,6 +82,7 @@ async def _run(arguments: Sequence[str]) -> str | None:
         *arguments,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **_cluster()},
     )
     try:
         _, said = await process.communicate()
@@ -86,3 +93,10 @@ async def _run(arguments: Sequence[str]) -> str | None:
     if not process.returncode:
         return None
     return said.decode(errors="replace").strip() or f"status {process.returncode}"
+
+
+def _cluster() -> dict[str, str]:
+    """Where links find the server's ranks: the Ray cluster of this replica."""
+    if not ray.is_initialized():
+        return {}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}

@@ -1,4 +1,4 @@
-"""Measuring the link between two ranks of this machine."""
+"""Measuring the links between all pairs of ranks."""
 
 from __future__ import annotations
 
@@ -8,59 +8,134 @@ import os
 import statistics
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import combinations
+from typing import Protocol
 
 from csps.protocols.errors import DeadlineExceeded, FaultError
+from csps.services.cluster.gangs import resolve_device
+from csps.services.launch.settings import Settings
 
 SIZES = (8, 1_024, 16_384, 262_144, 1_048_576, 4_194_304, 16_777_216)
 QUICK_SIZES = (8, 65_536, 4_194_304)
 ROUNDS = 20
-PROBE_S = 120.0
-"""For both ends to start, measure and end."""
-INSIDE = "inside"
-"""Kind of link: both ranks on one server."""
+PAIR_S = 120.0
+"""For a pair to be measured, and before the first one for all ranks to start."""
+LOOPBACK = "127.0.0.1"
+Keep = Callable[[int, int, dict[int, float]], None]
+"""Takes sender, receiver, and seconds by size."""
 
 
-async def measure_link(sizes: tuple[int, ...], *, host: str, device: str) -> dict[int, float]:
-    """Seconds that a message of each size takes one way, medians.
+class LinkEnd(Protocol):
+    """A rank that takes part in measuring."""
+
+    async def start(self, gpu: int, arguments: Sequence[str]) -> None:
+        """Start the process.
+
+        Args:
+            gpu: of its machine, if ranks have GPUs.
+            arguments: of `csps.actors.link_probe`, but for the device.
+        """
+        ...
+
+    async def line(self) -> str:
+        """What it prints next; empty when it has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, wherever it is."""
+        ...
+
+
+class LocalEnd:
+    """On this machine."""
+
+    def __init__(self, device: str, num_gpus: float) -> None:
+        """Start nothing yet.
+
+        Args:
+            device, num_gpus: as the settings have them; what `auto` is, this machine decides.
+        """
+        self._device, self._num_gpus = device, num_gpus
+        self._process: Process | None = None
+
+    async def start(self, gpu: int, arguments: Sequence[str]) -> None:
+        device = resolve_device(self._device, self._num_gpus)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "csps.actors.link_probe", *arguments, device),
+            stdout=PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(gpu)},
+            start_new_session=True,
+        )
+
+    async def line(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return (await self._process.stdout.readline()).decode()
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+
+async def measure_links(
+    ends: Sequence[LinkEnd],
+    hosts: Sequence[str],
+    sizes: tuple[int, ...],
+    keep: Keep,
+) -> None:
+    """Seconds that a message of each size takes one way, medians, of each pair of ranks in turn.
 
     Half of the shortest round trip is taken for the way back.
 
+    Args:
+        hosts: the interface that each end listens on.
+        keep: is called for each pair when it has been measured.
+
     Raises:
         FaultError: an end failed.
-        DeadlineExceeded: they do not end.
+        DeadlineExceeded: it takes too long.
     """
-    arguments = (",".join(map(str, sizes)), str(ROUNDS), device)
-    ends: list[Process] = []
     try:
-        async with asyncio.timeout(PROBE_S):
-            ends.append(await _start("0", host, "-", *arguments))
-            store = json.loads(await _line(ends[0]))
-            ends.append(await _start("1", host, store, *arguments))
-            rounds = [statistics.median(seconds) for seconds in json.loads(await _line(ends[1]))]
-    except TimeoutError:
-        raise DeadlineExceeded("measuring a link", PROBE_S) from None
+        await _start(ends, hosts, sizes)
+        for sender, receiver in combinations(range(len(ends)), 2):
+            rounds = [statistics.median(it) for it in json.loads(await _line(ends, receiver))]
+            one_way = [seconds - min(rounds) / 2 for seconds in rounds]
+            keep(sender, receiver, dict(zip(sizes, one_way, strict=True)))
     finally:
-        for end in ends:
-            with suppress(ProcessLookupError):
-                end.kill()
-            await end.wait()
-    back = min(rounds) / 2
-    return {size: seconds - back for size, seconds in zip(sizes, rounds, strict=True)}
+        await asyncio.gather(*(end.stop() for end in ends))
 
 
-async def _start(rank: str, *arguments: str) -> Process:
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "csps.actors.link_probe", rank, *arguments),
-        stdout=PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": rank},
-        start_new_session=True,
-    )
+async def _start(ends: Sequence[LinkEnd], hosts: Sequence[str], sizes: tuple[int, ...]) -> None:
+    options = (",".join(map(str, sizes)), str(ROUNDS))
+    store = "-"
+    for rank, (end, host) in enumerate(zip(ends, hosts, strict=True)):
+        gpu = hosts[:rank].count(host)
+        await end.start(gpu, (str(rank), str(len(ends)), host, store, *options))
+        if rank == 0:
+            store = json.loads(await _line(ends, 0))
 
 
-async def _line(end: Process) -> bytes:
-    assert end.stdout is not None
-    line = await end.stdout.readline()
+async def _line(ends: Sequence[LinkEnd], rank: int) -> str:
+    try:
+        async with asyncio.timeout(PAIR_S):
+            line = await ends[rank].line()
+    except TimeoutError:
+        raise DeadlineExceeded("measuring a link", PAIR_S) from None
     if not line:
-        raise FaultError(f"a link's end stopped with status {await end.wait()}")
+        raise FaultError(f"rank {rank} of those that measure links has ended")
     return line
+
+
+def ranks_here(settings: Settings) -> list[str]:
+    """Rack-Server-GPU ids of the ranks that compute prompts, as far as they are of one server, the
+    first; two where a server has one rank, which then are of two instances."""
+    named = settings.topology.of(settings.prefilling_role)
+    if not named:
+        return [f"0-0-{rank}" for rank in range(max(2, settings.prefilling.ranks))]
+    servers = [it.rpartition("-")[0] for it in named]
+    here = [it for it, server in zip(named, servers, strict=True) if server == servers[0]]
+    return here if len(here) > 1 else [f"{servers[0]}-{rank}" for rank in range(2)]

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from csps.configurator.phase_times import PhaseTimes
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.wiring import LinkSpeed, Wiring
-from csps.configurator.profiles import fit_phases, link_speed
-from csps.configurator.scaling_information_base import LinkRow, PhaseRow, ScalingInformationBase
+from csps.configurator.profiles import fit_phases
+from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
 from csps.configurator.shapes import AttentionShape, lse_elements
 from csps.configurator.step_overheads import with_overheads
 from csps.models.spec import ModelSpec, read_spec
 from csps.protocols.topology import Topology
 from csps.services.cluster.gangs import resolve_device
 from csps.services.launch.settings import Settings
-from csps.services.profiling.links import INSIDE
+from csps.services.profiling.measured_links import MeasuredLinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,15 @@ class MeasuredGroups:
         tp, spec = settings.prefilling.tp, read_spec(settings.model_dir)
         rows = base.rows(PhaseRow)
         times = fit_phases(rows, heads=spec.heads, kv_heads=spec.kv_heads, tp=tp)
-        inside = link_speed(base.rows(LinkRow), INSIDE)
-        slower = settings.topology.link_ratio
+        links = MeasuredLinks.read(base, settings)
         gang = settings.prefilling
         on_gpu = resolve_device(settings.device, gang.num_gpus) == "cuda"
         alone = cls(
             shape=shape_of(spec, settings),
             tp=tp,
             times=times,
-            inside=inside,
-            between=LinkSpeed(bytes_per_s=inside.bytes_per_s / slower, latency_s=inside.latency_s),
+            inside=links.inside,
+            between=links.between,
             itemsize=settings.element_bytes,
             cores=None if on_gpu else (os.cpu_count() or 1) / (gang.threads * gang.tp),
         )

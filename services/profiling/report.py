@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from csps.configurator.scaling_information_base import LinkRow, StepRow
 from csps.services.profiling.fitting import DECODE, FittedPoint, fitted_points, links_by_kind
+from csps.services.profiling.measured_links import BETWEEN, INSIDE
 from csps.services.scheduling.latency import LatencyTable, in_seconds
-from csps.services.scheduling.latency_fit import fit_link
+from csps.services.scheduling.latency_fit import LinkMeasurement, fit_link
+
+HEADINGS = {INSIDE: "inside a server", BETWEEN: "between servers"}
 
 
 def step_lines(rows: Sequence[StepRow]) -> list[str]:
@@ -44,18 +48,34 @@ def _errors(errors: Iterable[float]) -> str:
 
 
 def link_lines(rows: Sequence[LinkRow]) -> list[str]:
-    """Measured beside fitted, and latency and bandwidth."""
+    """Medians beside fitted; latency and bandwidth, of each kind of link and of each pair."""
     lines = []
     for kind, measured in links_by_kind(rows).items():
-        cost = fit_link(measured)
-        lines += ["", f"{kind} a server", f"{'bytes':>10}{'measured':>12}{'fitted':>12}"]
+        cost, by_size = fit_link(measured), defaultdict(list)
+        for it in measured:
+            by_size[it.size].append(it.seconds)
+        lines += ["", HEADINGS[kind], f"{'bytes':>10}{'measured':>12}{'fitted':>12}"]
         lines += [
-            f"{it.size:>10}{it.seconds * 1e3:>9.3f} ms{cost.predict_ns(it.size) / 1e6:>9.3f} ms"
-            for it in measured
+            f"{size:>10}{statistics.median(seconds) * 1e3:>9.3f} ms"
+            f"{cost.predict_ns(size) / 1e6:>9.3f} ms"
+            for size, seconds in sorted(by_size.items())
         ]
-        speed = 1e-9 / in_seconds(cost.b) if cost.b else float("inf")
-        lines.append(f"  latency {in_seconds(cost.a) * 1e6:.0f} us, {speed:.3f} GB/s")
+        lines.append(f"  {_speed(measured)}")
+        pairs: dict[tuple[str, str], list[LinkRow]] = defaultdict(list)
+        for row in rows:
+            if row.kind == kind and row.sender:
+                pairs[row.sender, row.receiver].append(row)
+        lines += [
+            f"  {sender} to {receiver}: {_speed(links_by_kind(of_pair)[kind])}"
+            for (sender, receiver), of_pair in sorted(pairs.items())
+        ]
     return lines
+
+
+def _speed(measured: Sequence[LinkMeasurement]) -> str:
+    cost = fit_link(measured)
+    speed = 1e-9 / in_seconds(cost.b) if cost.b else float("inf")
+    return f"latency {in_seconds(cost.a) * 1e6:.0f} us, {speed:.3f} GB/s"
 
 
 def coefficient_lines(table: LatencyTable) -> list[str]:

@@ -10,12 +10,10 @@ from csps.protocols.errors import ConfigError
 from csps.protocols.ring_choice import FittedRule, RingModel, RingRules, RingSpeeds
 from csps.services.launch.settings import Settings
 from csps.services.profiling.identity import identity_of
-from csps.services.profiling.links import INSIDE
+from csps.services.profiling.measured_links import BETWEEN, INSIDE
 from csps.services.profiling.ring_fits import RING, fitted_rings
 from csps.services.scheduling.latency import LatencyTable, in_seconds
 from csps.services.scheduling.latency_shipped import SHIPPED
-
-BETWEEN = "between"
 
 
 def ring_rules(settings: Settings, table: LatencyTable) -> RingRules:

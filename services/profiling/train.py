@@ -27,6 +27,7 @@ from csps.services.launch.model_check import check_model
 from csps.services.launch.settings import Settings
 from csps.services.profiling.identity import identity_of
 from csps.services.profiling.measured_groups import MeasuredGroups
+from csps.services.profiling.measured_links import gang_places
 from csps.services.profiling.option_source import (
     KINDS,
     accuracy_folder,
@@ -115,11 +116,9 @@ def _groups(base: ScalingInformationBase, settings: Settings) -> list[SimulatedG
     Raises:
         ConfigError: phases or links were not profiled.
     """
-    gang, topology = settings.prefilling, settings.topology
+    gang = settings.prefilling
     measured = MeasuredGroups.read(base, settings)
-    named = topology.prefill if settings.elastic is None else topology.elastic
-    ids = named or [f"0-0-{rank}" for rank in range(gang.ranks)]
-    places = sorted(Topology.of(ids).locations[:: gang.tp])
+    places = sorted(Topology.of(gang_places(base, settings)).locations[:: gang.tp])
     return [
         measured.of_places([str(it) for it in places[:size]])
         for size in group_sizes(gang.instances)

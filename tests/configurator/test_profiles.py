@@ -82,7 +82,15 @@ def test_what_was_not_measured_is_named() -> None:
 
 def test_planted_link_is_recovered() -> None:
     measured = [
-        LinkRow(kind="inside", bytes=size, seconds=5e-5 + size / 1.3e9, load=0.0, date="d")
+        LinkRow(
+            kind="inside",
+            sender="0-0-0",
+            receiver="0-0-1",
+            bytes=size,
+            seconds=5e-5 + size / 1.3e9,
+            load=0.0,
+            date="d",
+        )
         for size in (8, 65_536, 4_194_304)
     ]
     found = link_speed(measured, "inside")

@@ -38,7 +38,9 @@ STEP = StepRow(
 )
 ROWS = [
     STEP,
-    LinkRow(kind="inside", bytes=8, seconds=1e-4, load=0.0, date="d"),
+    LinkRow(
+        kind="between", sender="0-0-0", receiver="0-1-0", bytes=8, seconds=1e-4, load=0.0, date="d",
+    ),
     PhaseRow(
         strategy="csa", group_shape="2", tp=1, phase="attention", tokens=8, keys=16, bytes=0,
         seconds=1e-3, load=0.0, date="d",
@@ -110,24 +112,31 @@ def test_another_schema_is_refused(path: Path) -> None:
     ScalingInformationBase.create(path, HERE).close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(ConfigError, match=r"schema 3 \(found 99\)"):
+    with pytest.raises(ConfigError, match=r"schema 4 \(found 99\)"):
         ScalingInformationBase.read(path, HERE)
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_a_base_of_an_older_schema_keeps_what_was_measured(path: Path, schema: int) -> None:
+    _, link, _, accuracy, _ = ROWS
     with ScalingInformationBase.create(path, HERE) as base:
-        base.add(STEP)
+        for row in ROWS:
+            base.add(row)
     with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE accuracy")
-        database.execute("CREATE TABLE accuracy (tokens INTEGER NOT NULL)")
+        database.execute("ALTER TABLE links DROP COLUMN sender")
+        database.execute("ALTER TABLE links DROP COLUMN receiver")
+        if schema < 3:
+            database.execute("DROP TABLE accuracy")
+            database.execute("CREATE TABLE accuracy (tokens INTEGER NOT NULL)")
         database.execute(f"PRAGMA user_version = {schema}")
     for opening in (ScalingInformationBase.read, ScalingInformationBase.create):
         again = opening(path, HERE)
         assert again is not None
         with again:
             assert again.rows(StepRow) == [STEP]
-            assert again.rows(AccuracyRow) == []
+            assert again.rows(AccuracyRow) == ([] if schema < 3 else [accuracy])
+            assert isinstance(link, LinkRow)
+            assert again.rows(LinkRow) == [replace(link, sender="", receiver="")]
 
 
 def test_files_of_something_else_are_refused_and_left_alone(path: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from measured_rows import add_phases
+from measured_rows import add_phases, add_times, link_rows
 
 from csps.configurator.regressors.accuracy import train_accuracy
 from csps.configurator.regressors.samples import AccuracySample, Setting
@@ -170,3 +170,24 @@ def test_measured_phases_are_taken_and_cores_shared(tmp_path: Path) -> None:
     group = load_group(str(written(tmp_path, rank=rank)))
     assert group.times.qkv.each == pytest.approx(1e-6)
     assert group.machine() == ((0, 1), (0.5, 0.5))
+
+
+def test_links_that_a_file_does_not_name_are_as_measured(tmp_path: Path) -> None:
+    identity = Identity(
+        weights="w", dtype="float32", device="cpu", cores=1, torch="2", ranks_per_core=2.0
+    )
+    with ScalingInformationBase.create(tmp_path / "made.sqlite", identity) as base:
+        add_times(base)
+    file: dict[str, object] = {"rank": {"sib": "made.sqlite"}, "links": {}}
+
+    def seconds_per_byte() -> float:
+        wiring = load_group(str(written(tmp_path, **file))).wiring
+        return float(wiring.seconds_per_byte_sr[0, 1])  # instances on two servers
+
+    assert seconds_per_byte() == pytest.approx(1e-9)  # as inside: nothing else is known
+    with ScalingInformationBase.create(tmp_path / "made.sqlite", identity) as base:
+        for row in link_rows("0-0-0", "0-1-0", s_per_byte=25e-9):
+            base.add(row)
+    assert seconds_per_byte() == pytest.approx(25e-9)
+    file["links"] = {"between": {"gbps": 0.8}}
+    assert seconds_per_byte() == pytest.approx(1e-8)

@@ -142,6 +142,7 @@ def test_the_command_measures_fits_and_does_not_measure_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(links, "ROUNDS", 3)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     argv = ["--config", str(written(settings, tmp_path)), "--quick"]
     command.main(["links", *argv])
     assert "GB/s" in capsys.readouterr().out
@@ -151,7 +152,9 @@ def test_the_command_measures_fits_and_does_not_measure_again(
     assert "prefill (ulysses), 2 instances" in printed
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
         rows = base.rows(StepRow)
-        assert [row.bytes for row in base.rows(LinkRow)] == list(links.QUICK_SIZES)
+        measured = base.rows(LinkRow)
+    assert [row.bytes for row in measured] == list(links.QUICK_SIZES)
+    assert {(it.kind, it.sender, it.receiver) for it in measured} == {("inside", "0-0-0", "0-0-1")}
     assert {(row.history, row.batch) for row in rows if row.tokens == 48} == {
         (0, 1), (48, 1), (96, 1),
     }  # fmt: skip

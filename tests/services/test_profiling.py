@@ -137,7 +137,9 @@ ROWS = [
 
 
 def test_rows_become_the_table_that_they_were_made_from() -> None:
-    link = LinkRow(kind="inside", bytes=10**6, seconds=1e-3, load=0, date="d")
+    link = LinkRow(
+        kind="inside", sender="0-0-0", receiver="0-0-1", bytes=10**6, seconds=1e-3, load=0, date="d"
+    )
     table = fit_table("t", ROWS, [link, replace(link, bytes=2 * 10**6, seconds=2e-3)])
     assert table.step(2).predict_ns(30_000, 9_000) == pytest.approx(
         COST.predict_ns(30_000, 9_000), rel=1e-6
@@ -169,9 +171,16 @@ def test_what_is_printed_has_measured_fitted_and_coefficients() -> None:
     assert f"{COST.predict_ns(8192) / 1e6:.2f} ms" in lines
     table = fit_table("t", ROWS, [])
     assert "a, b, c, d = [0.004, 2e-05, 2e-09, 1e-09] s" in "\n".join(coefficient_lines(table))
-    link = LinkRow(kind="inside", bytes=10**6, seconds=1e-3, load=0, date="d")
+    link = LinkRow(
+        kind="inside", sender="0-0-0", receiver="0-0-1", bytes=10**6, seconds=1e-3, load=0, date="d"
+    )
     links = [link, replace(link, bytes=2 * 10**6, seconds=2e-3)]
-    assert "latency 0 us, 1.000 GB/s" in "\n".join(link_lines(links))
+    slow = [replace(it, kind="between", receiver="0-1-0", seconds=it.seconds * 8) for it in links]
+    printed = "\n".join(link_lines([*links, *slow]))
+    assert "inside a server" in printed
+    assert "0-0-0 to 0-0-1: latency 0 us, 1.000 GB/s" in printed
+    assert "between servers" in printed
+    assert "0-0-0 to 0-1-0: latency 0 us, 0.125 GB/s" in printed
 
 
 # --- what a server starts with ------------------------------------------------------------------

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from testbed import iproute, ray_cluster
+from testbed.claim import files_of
 from testbed.link import Link
 from testbed.network import Server, Testbed, two_servers
 
+from csps.configurator.scaling_information_base import LinkRow, ScalingInformationBase
+from csps.services.launch.settings import Settings
+from csps.services.profiling.measured_links import BETWEEN, INSIDE, gang_places
+
 pytestmark = [pytest.mark.testbed, pytest.mark.slow, pytest.mark.timeout(400)]
 
+KINDS = (INSIDE, BETWEEN)
+SETTINGS = Settings.model_validate({"prefill": {"instances": 4}})
+Csps = Callable[..., str]
 ASK = """
 import json, httpx
 url, prompt = "{url}/v1/completions", "The cat saw the dog. " * 700
@@ -27,6 +38,25 @@ def deployed() -> Iterator[tuple[Testbed, str]]:
     with two_servers(Link.parse("800mbit")) as bed:
         yield bed, ray_cluster.start(bed)
     assert not any(iproute.exists(namespace) for namespace in bed.namespaces)
+
+
+@pytest.fixture(scope="module")
+def csps(deployed: tuple[Testbed, str]) -> Csps:
+    """Runs `csps` with the deployed configuration on server 0."""
+    bed, _ = deployed
+    config, environment = files_of(bed.name) / "config.yaml", ray_cluster.environment(bed)
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "csps.cli", *words, "--config", str(config)]
+        return subprocess.run(
+            bed.servers[0].command(*command),
+            env={**os.environ, **environment},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+
+    return run
 
 
 def _replicas(server: Server, deployment: str) -> int:
@@ -49,3 +79,21 @@ def test_it_answers_across_the_link(deployed: tuple[Testbed, str]) -> None:
     status, tokens = json.loads(iproute.run(*ask))
     assert (status, tokens) == (200, 3)
     assert (bed.traffic() - before).between_bytes > 1e6
+
+
+def test_links_are_measured_between_all_pairs_of_ranks(csps: Csps, tmp_path: Path) -> None:
+    sib = tmp_path / "sib.sqlite"
+    printed = csps("profile", "links", "--quick", "--sib", str(sib))
+    assert "between servers" in printed
+    base = ScalingInformationBase.read(sib, None)
+    assert base is not None
+    with base:
+        rows = base.rows(LinkRow)
+        assert len({it.rpartition("-")[0] for it in gang_places(base, SETTINGS)}) == 2
+    pairs = {kind: {(it.sender, it.receiver) for it in rows if it.kind == kind} for kind in KINDS}
+    assert [len(pairs[kind]) for kind in KINDS] == [2, 4]
+    longest = max(it.bytes for it in rows)
+    # Never faster than the link; how slow it may get depends on what else the machine does.
+    assert all(
+        it.bytes / it.seconds < 1.15e8 for it in rows if it.kind == BETWEEN and it.bytes == longest
+    )

@@ -1,0 +1,212 @@
+"""Links between all pairs of ranks: which are measured, by whom, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from measured_rows import link_rows
+
+from csps.configurator.scaling_information_base import ScalingInformationBase
+from csps.protocols.errors import ConfigError, FaultError
+from csps.protocols.gang_members import GangMembers, RankAddress
+from csps.services.cluster.configurator import make_rules
+from csps.services.launch.settings import Settings
+from csps.services.profiling.identity import identity_of
+from csps.services.profiling.links import LOOPBACK, LocalEnd, measure_links, ranks_here
+from csps.services.profiling.measured_links import (
+    MeasuredLinks,
+    gang_places,
+    kind_of,
+    link_ratio,
+)
+from csps.services.profiling.server_links import _placed
+
+PLACES = ["0-0-0", "0-0-1", "0-1-2", "0-1-3"]
+SIZES = (8, 65_536)
+
+
+@pytest.fixture
+def settings(tiny_llama: Path, tmp_path: Path) -> Settings:
+    return Settings.model_validate(
+        {
+            "model": str(tiny_llama),
+            "scaling_information_base": str(tmp_path / "sib.sqlite"),
+            "prefill": {"instances": 4},
+            "topology": {"link_ratio": 3.0},
+        }
+    )
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+class ScriptedEnd:
+    """Prints what it was given, and then has ended."""
+
+    def __init__(self, lines: Sequence[object]) -> None:
+        self.lines = [json.dumps(it) for it in lines]
+        self.started: tuple[int, Sequence[str]] | None = None
+        self.stopped = False
+
+    async def start(self, gpu: int, arguments: Sequence[str]) -> None:
+        self.started = gpu, arguments
+
+    async def line(self) -> str:
+        return self.lines.pop(0) if self.lines else ""
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+async def test_pairs_come_in_order_and_half_the_shortest_round_is_the_way_back() -> None:
+    medians = {pair: 0.5 + number for number, pair in enumerate(combinations(range(3), 2))}
+    ends = [
+        ScriptedEnd(
+            [
+                *(["there:1"] if rank == 0 else []),
+                *([[it, it, 9.0], [2 * it] * 3] for pair, it in medians.items() if pair[1] == rank),
+            ]
+        )
+        for rank in range(3)
+    ]
+    found = {}
+
+    def keep(sender: int, receiver: int, seconds: dict[int, float]) -> None:
+        found[sender, receiver] = seconds
+
+    await measure_links(ends, ["a", "a", "b"], SIZES, keep)
+    assert list(found) == list(medians)
+    assert found == {pair: {8: it / 2, 65_536: it * 3 / 2} for pair, it in medians.items()}
+    assert [end.started[0] for end in ends if end.started] == [0, 1, 0]  # of its own machine
+    assert [end.started[1][3] for end in ends if end.started] == ["-", "there:1", "there:1"]
+
+
+async def test_an_end_that_ends_ends_all_and_what_was_measured_is_kept() -> None:
+    ends = [ScriptedEnd(["there:1"]), ScriptedEnd([[[1.0], [2.0]]]), ScriptedEnd([])]
+    found = []
+    with pytest.raises(FaultError, match="rank 2 "):
+        await measure_links(ends, ["a"] * 3, SIZES, lambda *pair: found.append(pair[:2]))
+    assert found == [(0, 1)]
+    assert all(end.stopped for end in ends)
+
+
+@pytest.mark.slow  # four processes that load torch; two are in the command's own test
+async def test_real_ranks_measure_all_their_pairs() -> None:
+    found: dict[tuple[int, int], dict[int, float]] = {}
+
+    def keep(sender: int, receiver: int, seconds: dict[int, float]) -> None:
+        found[sender, receiver] = seconds
+
+    ends = [LocalEnd("cpu", 0.0) for _ in range(4)]
+    await measure_links(ends, [LOOPBACK] * 4, SIZES, keep)
+    assert list(found) == list(combinations(range(4), 2))
+    assert all(it[8] > 0 for it in found.values())
+    assert all(end._process is not None and end._process.returncode is not None for end in ends)
+
+
+# --- which ranks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "ranks"),
+    [
+        ((), ["0-0-0", "0-0-1", "0-0-2", "0-0-3"]),
+        (("1-0-4", "1-0-5", "1-1-0", "1-1-1"), ["1-0-4", "1-0-5"]),
+        (("1-0-4", "1-1-5", "1-2-0", "1-3-1"), ["1-0-0", "1-0-1"]),
+    ],
+)
+def test_without_a_running_server_those_of_one_machine_are_measured(
+    settings: Settings, named: tuple[str, ...], ranks: list[str]
+) -> None:
+    topology = settings.topology.model_copy(update={"prefill": named})
+    assert ranks_here(settings.model_copy(update={"topology": topology})) == ranks
+
+
+GANG = GangMembers(
+    gang_id="g",
+    ranks=tuple(
+        RankAddress(rank=rank, host=f"10.0.0.{1 + rank // 2}", port=1) for rank in range(4)
+    ),
+)
+NODES = [
+    {
+        "NodeID": f"n{server}",
+        "NodeManagerAddress": f"10.0.0.{1 + server}",
+        "Labels": {"csps.io/server": f"0-{server}"},
+    }
+    for server in range(2)
+]
+
+
+def test_a_running_servers_ranks_are_where_they_listen(settings: Settings) -> None:
+    found = _placed(GANG, settings, NODES)
+    assert [it.location for it in found] == PLACES
+    assert [it.node_id for it in found] == ["n0", "n0", "n1", "n1"]
+    with pytest.raises(ConfigError, match=r"address 10\.0\.0\.2 of rank 2"):
+        _placed(GANG, settings, [NODES[0], {**NODES[1], "NodeManagerAddress": "10.0.0.9"}])
+
+
+# --- what follows -------------------------------------------------------------------------------
+
+
+def add_links(settings: Settings, *pairs: tuple[str, str, float]) -> ScalingInformationBase:
+    path = Path(settings.scaling_information_base)
+    base = ScalingInformationBase.create(path, identity_of(settings))
+    for sender, receiver, s_per_byte in pairs:
+        for row in link_rows(sender, receiver, s_per_byte=s_per_byte):
+            base.add(row)
+    return base
+
+
+def test_the_settings_ratio_is_for_links_that_nobody_has_measured(settings: Settings) -> None:
+    assert link_ratio(settings) == 3.0
+    with add_links(settings, (*PLACES[:2], 1e-9)) as base:
+        links = MeasuredLinks.read(base, settings)
+        assert links.between.bytes_per_s == pytest.approx(links.inside.bytes_per_s / 3)
+        assert link_ratio(settings) == pytest.approx(3.0)
+    with add_links(settings, (*PLACES[1:3], 25e-9)) as base:
+        links = MeasuredLinks.read(base, settings)
+        assert links.inside.bytes_per_s == pytest.approx(1e9)
+        assert links.between.bytes_per_s == pytest.approx(4e7)
+        assert link_ratio(settings) == pytest.approx(25.0)
+    assert make_rules(settings)._link_ratio == link_ratio(settings)
+
+
+def test_ranks_on_as_many_servers_have_no_links_inside(settings: Settings) -> None:
+    with add_links(settings, (*PLACES[1:3], 25e-9)) as base:
+        links = MeasuredLinks.read(base, settings)
+    assert links.inside == links.between
+    assert link_ratio(settings) == 1.0
+
+
+def test_another_machines_links_say_nothing(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_links(settings, (*PLACES[:2], 1e-9), (*PLACES[1:3], 25e-9)).close()
+    monkeypatch.setattr(os, "cpu_count", lambda: 99)
+    assert link_ratio(settings) == 3.0
+
+
+def test_the_gang_lies_where_its_links_were_measured(settings: Settings) -> None:
+    pairs = [(a, b, 1e-9) for a, b in combinations(PLACES, 2)]
+    before = [(a, b, 1e-9) for a, b in combinations([f"0-9-{rank}" for rank in range(4)], 2)]
+    with add_links(settings, *before, *pairs) as base:
+        assert gang_places(base, settings) == PLACES
+        topology = settings.topology.model_copy(update={"prefill": tuple(reversed(PLACES))})
+        named = settings.model_copy(update={"topology": topology})
+        assert gang_places(base, named) == [*reversed(PLACES)]
+
+
+def test_one_machines_ranks_stand_for_those_that_nobody_has_seen(settings: Settings) -> None:
+    with add_links(settings, (*PLACES[:2], 1e-9)) as base:
+        assert gang_places(base, settings) == [f"0-0-{rank}" for rank in range(4)]
+
+
+def test_pairs_are_told_apart_by_their_servers() -> None:
+    assert kind_of("0-1-0", "0-1-12") == "inside"
+    assert kind_of("0-1-0", "0-12-0") == kind_of("0-1-0", "1-1-0") == "between"
