@@ -5,8 +5,9 @@
 
 Fig. 12: the highest rate at which 90 % of the requests have a time to the first token of at most 25
 times what it takes alone on SP4 TP2, or 15 s if that is more, and 50 ms a token after it. Fig. 10:
-the highest rate within bounds on mean latency per token, total, input and output. A rate is carried
-if it is with all seeds. Simulated time counts: the figures are the same on every machine.
+the highest rate within bounds on mean latency per token, total, input and output. Requests of all
+seeds count together: with heavy tails, whether a single run of a hundred seconds keeps a bound says
+little. Simulated time counts: the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -151,9 +152,10 @@ def carries(
     seconds: float,
     seeds: Sequence[int],
 ) -> bool:
-    """Whether a system keeps the bounds at a rate, with every seed."""
+    """Whether a system keeps the bounds at a rate, over all seeds."""
     cluster: ClusterModel = load_cluster(system.cluster)
     requests = max(FEWEST, round(rate * seconds))
+    served: list[Outcome] = []
     for seed in seeds:
         fitted = generate(
             workload(name),
@@ -163,10 +165,10 @@ def carries(
             size=Size(positions=cluster.max_positions, longest_output=None),
         )
         found = simulate(cluster, system.policy, dict(system.options), fitted)
-        served = [it for it in found.outcomes if not it.error]
-        if len(served) < len(found.outcomes) or not meets(served):
+        if any(it.error for it in found.outcomes):
             return False
-    return True
+        served += found.outcomes
+    return meets(served)
 
 
 def highest(carries_rate: Callable[[float], bool], guess: float, steps: int) -> float:

@@ -38,6 +38,12 @@ def test_the_highest_rate_is_bracketed_and_bisected() -> None:
     assert load.highest(lambda rate: rate <= 0.2, 1.0, 12) == pytest.approx(0.2, rel=1e-3)
 
 
+def test_requests_of_all_seeds_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "FEWEST", 3)
+    name = "zipf:1.4"
+    assert load.carries(load.ELASTIC, name, 1.0, lambda found: len(found) == 6, 0, [0, 1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("alpha", "rate"), [(1.0, 1.1), (1.2, 3.5)])
 def test_elastic_carries_what_no_static_parallelism_does(alpha: float, rate: float) -> None:

@@ -30,7 +30,7 @@ SCALED_UP = KV_SLOTS - LONGEST
 """Tokens of such an answer that lie where its prompt does."""
 DECODING = 4, 400, 2_000
 """Requests, their prompts and answers: each is decoded by an instance of its own."""
-LATE = 600, 10
+LATE = 3_000, 10
 """Prompt and answer of who comes then."""
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -41,7 +41,7 @@ class ElasticGang:
         self.unused = {it.id: it.free_slots for it in gang.instances}
         """Slots that nobody was promised, this round included."""
         self.model = PrefillModel(self._line, options.tipping_tokens)
-        self._moving = Moving(gang, view.cost, self.drawn)
+        self._moving = Moving(gang, view.cost, self.drawn, self._usual_ns)
 
     def _line(self, dop: int) -> Eq7:
         alpha, beta, _, gamma = self._in_ns(dop)
@@ -199,8 +199,12 @@ class ElasticGang:
 
     def drawn(self, sequence: SequenceView) -> int:
         """The same by how long iterations of the gang have taken."""
-        iteration_ns = self._gang.iteration_ns or self.iteration_ns(1, 1, 0)
-        return self._executed_ns(sequence) // iteration_ns
+        return self._executed_ns(sequence) // self._usual_ns
+
+    @property
+    def _usual_ns(self) -> int:
+        """How long iterations of the gang have taken lately."""
+        return self._gang.iteration_ns or self.iteration_ns(1, 1, 0)
 
 
 def instances_of(sequence: SequenceView) -> set[InstanceId]:

@@ -1,13 +1,17 @@
-"""What moving KV of a decode group takes: V(e_min) / bandwidth, the cost of Eq. 4.
+"""What moving KV of a decode group takes: V(e_min) / bandwidth, the cost of Eq. 4, and what of it
+the bandwidth does not say.
 
-Bytes are those that exist: what answers were promised and have not drawn is not moved. Bandwidths
-are those of the scaling information base, which `csps profile links` measures. Over a kind of link
-that nobody has measured nothing is moved.
+Rows move one after the other, and each goes on at its new place between two iterations: an
+iteration of the group passes for every row, however little KV it has. Bytes are those that exist:
+what answers were promised and have not drawn is not moved. Bandwidths are those of the scaling
+information base, which `csps profile links` measures. Over a kind of link that nobody has measured
+nothing is moved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 from csps.services.scheduling.ids import InstanceId
 from csps.services.scheduling.policies.loongserve.allocation import Migration
@@ -24,20 +28,25 @@ class Moving:
         gang: whose KV would move.
         cost: times of links.
         drawn: how many tokens a sequence has drawn, nearly.
+        iteration_ns: of the gang's decode groups, nearly.
     """
 
     def __init__(
-        self, gang: GangView, cost: CostView, drawn: Callable[[SequenceView], int]
+        self,
+        gang: GangView,
+        cost: CostView,
+        drawn: Callable[[SequenceView], int],
+        iteration_ns: int,
     ) -> None:
         self._gang, self._cost, self._drawn = gang, cost, drawn
+        self._iteration_ns = iteration_ns
         self._servers = {it.id: it.place.server_id for it in gang.instances}
-        self._stored: dict[InstanceId, int] | None = None
 
     def ns(self, migration: Migration) -> int | None:
         """One part after the other, since all of them leave one instance; None if nobody knows."""
         slots = sum(tokens for _, tokens in migration.targets)
         stored = min(slots, self.stored.get(migration.source, 0))
-        taken_ns = 0
+        taken_ns = self._iteration_ns * self._rows.get(migration.source, 0)
         for target, tokens in migration.targets:
             size = -(-tokens * stored // slots) * self._gang.kv_bytes_per_token
             part_ns = self._cost.transfer_ns(self._kind(migration.source, target), size)
@@ -49,15 +58,23 @@ class Moving:
     def _kind(self, source: InstanceId, target: InstanceId) -> str:
         return INSIDE if self._servers[source] == self._servers[target] else BETWEEN
 
-    @property
+    @cached_property
     def stored(self) -> dict[InstanceId, int]:
         """Tokens whose KV lies on each instance, as of now."""
-        if self._stored is None:
-            self._stored = {}
-            for sequence in self._gang.decoding.values():
-                for instance, tokens in self._lies(sequence):
-                    self._stored[instance] = self._stored.get(instance, 0) + tokens
-        return self._stored
+        found: dict[InstanceId, int] = {}
+        for sequence in self._gang.decoding.values():
+            for instance, tokens in self._lies(sequence):
+                found[instance] = found.get(instance, 0) + tokens
+        return found
+
+    @cached_property
+    def _rows(self) -> dict[InstanceId, int]:
+        """Sequences that have slots on each instance, or are drawn there."""
+        found: dict[InstanceId, int] = {}
+        for it in self._gang.decoding.values():
+            for instance in {it.master_id, *(where for where, _ in self._lies(it))}:
+                found[instance] = found.get(instance, 0) + 1
+        return found
 
     def _lies(self, sequence: SequenceView) -> Iterator[tuple[InstanceId, int]]:
         for share in sequence.shares:

@@ -2,12 +2,16 @@
 
 A group that has lost requests may hold on fewer instances what it holds; decoding scales poorly, so
 it goes on faster there (§5.4): it *shrinks*, if what its requests gain until they end, as long as
-answers have taken lately, is more than the move takes. And while requests wait because all
-instances decode, one of them is *freed* if what it could start is spared more than the move takes:
-the time until its group ends, as Eq. 2 estimates it, and at least as long as they take themselves,
-because a group that others join does not end then. Its requests go on in the groups that take its
-KV, which so become one. All gains and losses are per token of the request that has them, as in
-Eqs. 1-4, where what others lose by larger batches is not counted either.
+answers have taken lately, is more than the move takes, both per token of the request that gains or
+loses, as in Eqs. 1-4.
+
+And while requests wait because all instances decode, one of them is *freed* if what it could start
+is spared more than the move takes: the time until its group ends, as Eq. 2 estimates it, and at
+least as long as the oldest takes itself, because a group that others join does not end then. Of
+several it is the one that is emptied soonest, as Eqs. 3-4 take e_min: whoever moves can neither
+give way nor be emptied meanwhile. Its requests go on in the groups that take its KV, which so
+become one. What they lose by larger batches is not counted, as in Eqs. 1-4: where it is, hardly any
+instance is ever freed, and prompts wait (`benchmarks/results/loongserve-load-2026-11-22.md`).
 """
 
 from __future__ import annotations
@@ -92,7 +96,8 @@ class Regrouping:
         startable: Callable[[Elastic], Sequence[Prompt]],
         alone_ns: Callable[[Prompt], float],
     ) -> Freed | None:
-        """The instance whose emptying gains most; None if none gains anything.
+        """The instance that is emptied soonest of those for which it pays; None if it does for
+        none.
 
         Args:
             movable: instances that can be emptied.
@@ -111,9 +116,8 @@ class Regrouping:
                 continue
             (batch,) = [it for it in batches if source.id in [one.id for one in it.instances]]
             spared_ns = max(alone_ns(prompts[0]), wait_ns(batch.requests, self._average_decode_ns))
-            net = sum([(spared_ns - move_ns) / it.tokens for it in prompts])
-            if net > 0 and (best is None or net > best[0]):
-                best = net, Freed(source, migration)
+            if spared_ns > move_ns and (best is None or move_ns < best[0]):
+                best = move_ns, Freed(source, migration)
         return None if best is None else best[1]
 
     # --- requests to come to their ends ---
