@@ -10,8 +10,8 @@ is spared more than the move takes: the time until its group ends, as Eq. 2 esti
 least as long as the oldest takes itself, because a group that others join does not end then. Of
 several it is the one that is emptied soonest, as Eqs. 3-4 take e_min: whoever moves can neither
 give way nor be emptied meanwhile. Its requests go on in the groups that take its KV, which so
-become one. What they lose by larger batches is not counted, as in Eqs. 1-4: where it is, hardly any
-instance is ever freed, and prompts wait (`benchmarks/results/loongserve-load-2026-11-22.md`).
+become one. What they lose by larger batches is not counted, as in Eqs. 1-4: where it is, prompts
+wait, and far fewer are in time (`benchmarks/results/loongserve-load-2026-11-22.md`).
 """
 
 from __future__ import annotations
