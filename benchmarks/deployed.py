@@ -20,7 +20,7 @@ import yaml
 from csps.protocols.errors import ConfigError
 from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import read_config
-from csps.services.launch.serve_command import RUN_DIR, deploy
+from csps.services.launch.serve_command import deploy
 
 READY_S = 240.0
 """For Ray, the four deployments and both gangs."""
@@ -33,7 +33,7 @@ def deployed(args: dict[str, Any], *, port: int = 8123) -> Iterator[str]:
     Raises:
         ConfigError: a server runs from this directory already, which would be stopped as well.
     """
-    if (head := ray_head.recall(RUN_DIR)) is not None:
+    if (head := ray_head.recall(ray_head.RUN_DIR)) is not None:
         raise ConfigError(f"a server runs here (process {head.pid}): end it first with `csps stop`")
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
@@ -66,11 +66,11 @@ def serve_config(args: dict[str, Any], port: int) -> dict[str, Any]:
 
 def deployed_beside(application: dict[str, Any], url: str) -> None:
     """Add an application to the deployed one, for comparison; returns when it answers."""
-    head = ray_head.recall(RUN_DIR)
+    head = ray_head.recall(ray_head.RUN_DIR)
     assert head is not None, "nothing is deployed from this directory"
-    config = read_config(RUN_DIR / "deployed.yaml")
+    config = read_config(ray_head.RUN_DIR / "deployed.yaml")
     both = {**config.data, "applications": [*config.data["applications"], application]}
-    deploy(dataclasses.replace(config, data=both), head, RUN_DIR)
+    deploy(dataclasses.replace(config, data=both), head, ray_head.RUN_DIR)
     deadline = time.monotonic() + READY_S
     while not httpx.get(f"{url}/-/routes").json().get(application["route_prefix"]):
         if time.monotonic() > deadline:

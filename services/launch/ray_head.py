@@ -29,6 +29,8 @@ from csps.protocols.errors import DeadlineExceeded, FaultError
 from csps.services.launch.http_front import FRONT_PORTS, front_environment
 
 LOOPBACK = "127.0.0.1"
+RUN_DIR = Path("run")
+"""State of the server that was started from this directory: log, token, process id, traces."""
 STATE_FILE = "ray.json"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 START_DEADLINE_S = 60.0

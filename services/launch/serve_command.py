@@ -18,7 +18,7 @@ from csps.services.launch.demo_command import demo
 from csps.services.launch.deploy_config import IMPORT_PATH, DeployConfig, read_config
 from csps.services.launch.memory_need import memory_need
 from csps.services.launch.model_check import check_model
-from csps.services.launch.ray_head import RayHead
+from csps.services.launch.ray_head import RUN_DIR, RayHead
 from csps.services.launch.serve_status import (
     APPLICATIONS_PATH,
     HTTP_TIMEOUT_S,
@@ -29,8 +29,6 @@ from csps.services.launch.serve_status import (
 )
 from csps.services.launch.settings import Settings
 
-RUN_DIR = Path("run")
-"""State of the server that was started from this directory: log, token, process id, traces."""
 READY_DEADLINE_S = 300.0
 """Unless `--ready-timeout` says otherwise: large weights take long to read."""
 DEPLOY_DEADLINE_S = 180.0

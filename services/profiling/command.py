@@ -26,7 +26,6 @@ from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch import ray_head
 from csps.services.launch.deploy_config import DeployConfig, read_config
 from csps.services.launch.model_check import check_model
-from csps.services.launch.serve_command import RUN_DIR
 from csps.services.launch.settings import Settings
 from csps.services.profiling.accuracy.points import QUICK as QUICK_POINTS
 from csps.services.profiling.accuracy.points import Enumeration
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     check_model(settings)
     # Of accuracy no time is measured, and a server in a cluster is what links are measured of.
     if arguments.what != "accuracy" and not (arguments.what == "links" and CLUSTER in os.environ):
-        warn_of_a_server(RUN_DIR)
+        warn_of_a_server(ray_head.RUN_DIR)
     path = arguments.sib or Path(settings.scaling_information_base)
     with ScalingInformationBase.create(path, identity_of(settings)) as base:
         try:

@@ -90,7 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"csps: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("csps: interrupted; `csps stop` ends a server started from here", file=sys.stderr)
+        from csps.services.launch import ray_head
+
+        runs = ray_head.recall(ray_head.RUN_DIR) is not None
+        hint = "; a server runs, `csps stop` ends it" if runs else ""
+        print(f"\ncsps: interrupted{hint}", file=sys.stderr)
         return INTERRUPTED
 
 

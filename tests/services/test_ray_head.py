@@ -11,11 +11,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from free_ports import free_port
 
-from csps.cli import main
+from csps.cli import Command, main
 from csps.protocols.errors import FaultError
 from csps.services.launch import ray_head
 from csps.services.profiling.command import warn_of_a_server
@@ -95,6 +96,20 @@ def test_a_head_is_known_by_its_leader(run_dir: Path, tree: Tree) -> None:
     head = ray_head.recall(run_dir)
     assert head is not None
     assert head.alive
+
+
+def test_who_interrupts_is_told_of_it_only_where_it_runs(
+    run_dir: Path, tree: Tree, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(words: list[str]) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Command, "load", lambda self: interrupted)
+    assert main(["eval"]) == 130
+    assert "csps: interrupted; a server runs, `csps stop` ends it" in capsys.readouterr().err
+    tree.end()
+    assert main(["eval"]) == 130
+    assert capsys.readouterr().err.strip() == "csps: interrupted"
 
 
 def test_who_measures_beside_it_is_warned(
