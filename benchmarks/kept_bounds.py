@@ -31,7 +31,7 @@ from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.predicted_options import PredictedOptions
 from csps.loadgen.planner.hardware_file import load_group
 from csps.protocols.options import parse_option
-from csps.protocols.plans import StrategyQuestion
+from csps.protocols.plans import EXACT, StrategyChoice, StrategyQuestion
 from csps.services.evaluation.local_model import LocalModel
 from csps.services.launch.settings import shipped_models
 from csps.services.profiling.accuracy.points import Branch, Point
@@ -105,7 +105,9 @@ def _chosen(options: PredictedOptions, shape: str, tokens: int, bound: float) ->
         tp=1,
         tokens=3 << (tokens.bit_length() - 1) >> 1,
     )
-    within = [it for it in options.options(asked) if it.loss is not None and it.loss <= bound]
+    exact = StrategyChoice(strategy=EXACT, reason="")
+    offered = options.options(asked, exact)
+    within = [it for it in offered if it.loss is not None and it.loss <= bound]
     settings = parse_option(min(within, key=lambda it: it.permille).strategy).csa
     if settings is None or settings.lossless:
         return None

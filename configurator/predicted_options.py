@@ -8,7 +8,7 @@ are applied to these when its place is decided.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csps.configurator.answering import Answerer, exact_seconds
 from csps.configurator.bound_buckets import LOSSES
@@ -38,6 +38,9 @@ MOST_SP_TP = 4
 """Instances of groups whose exact SP-TP is simulated while serving: the others would take long."""
 PAYS = 0.98
 """Another exact strategy is taken if it takes no more than this of the time."""
+SIMULATED = (EXACT, LEVELS, *ENGINE_NAMES.values())
+"""What else moves less than all of these takes no more time than exact SP-NTP that is not cut, on
+whose place it is offered."""
 NOT_QUICKER = "as nothing else that is exact is predicted to take at least 2 % less"
 
 
@@ -53,9 +56,14 @@ class PredictedOptions:
     accuracy: AccuracyModel
     group_of: Callable[[Sequence[int], int], SimulatedGroup]
 
-    def options(self, asked: StrategyQuestion) -> tuple[StrategyChoice, ...]:
+    def options(self, asked: StrategyQuestion, usual: StrategyChoice) -> tuple[StrategyChoice, ...]:
         """Of a class that has bounds, the least loss first; none if the client has fixed what
-        nothing can be found with."""
+        nothing can be found with.
+
+        Args:
+            usual: what moves least, which is offered for exact SP-NTP that is not cut if it was not
+                simulated.
+        """
         group, tokens, loss = self._asked(asked)
         given = {name: getattr(asked.csa, name) for name in asked.given}
         exact_s = exact_seconds(group, tokens)
@@ -63,13 +71,22 @@ class PredictedOptions:
         if not found:
             return ()
         rings = [] if given else self._rings(group, tokens, exact_s, found)
-        return (
-            *rings,
-            *(
-                _choice(it, exact_s, bool(given), _why_exact(found))
-                for it in sorted(found, key=lambda it: (it.loss, it.seconds))
-            ),
-        )
+        choices = [
+            _choice(it, exact_s, bool(given), _why_exact(found), self._unseen(tokens))
+            for it in sorted(found, key=lambda it: (it.loss, it.seconds))
+        ]
+        if not given and usual.strategy not in SIMULATED:
+            why = usual.reason + _why_exact(found)
+            less = replace(usual, reason=why)
+            choices = [less if it.strategy == EXACT else it for it in choices]
+        return (*rings, *choices)
+
+    def _unseen(self, tokens: int) -> str:
+        """Behind the reason for what drops tokens of prompts longer than any that was measured."""
+        longest = self.accuracy.longest
+        if tokens <= longest:
+            return ""
+        return f", as far as prompts of {longest} tokens tell, the longest that were measured"
 
     def _rings(
         self, group: SimulatedGroup, tokens: int, exact_s: float, found: Sequence[Found]
@@ -135,7 +152,9 @@ def exact_candidates(space: Space, group: SimulatedGroup, history: int) -> list[
     return [it for it in found if it.strategy == "ntp"] + few
 
 
-def _choice(found: Found, exact_s: float, asked_for: bool, why_exact: str) -> StrategyChoice:
+def _choice(
+    found: Found, exact_s: float, asked_for: bool, why_exact: str, unseen: str
+) -> StrategyChoice:
     settings, share = found.settings, found.seconds / exact_s
     name = _engine_name(settings, asked_for)
     option = option_name(name, None if name == EXACT else settings)
@@ -145,7 +164,7 @@ def _choice(found: Found, exact_s: float, asked_for: bool, why_exact: str) -> St
         strategy=option,
         permille=_permille(share),
         loss=found.loss,
-        reason=f"{_takes(name, share)}, and to lose {found.loss:.2%} of accuracy",
+        reason=f"{_takes(name, share)}, and to lose {found.loss:.2%} of accuracy{unseen}",
     )
 
 

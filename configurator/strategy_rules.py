@@ -76,7 +76,7 @@ class StrategyRules:
         if not predicted.can_answer(asked):
             return (_without(usual, MANY) if asked.bounded else usual,)
         if asked.bounded:
-            return predicted.options(asked) or (_without(usual, NOTHING),)
+            return predicted.options(asked, usual) or (_without(usual, NOTHING),)
         return (predicted.exact(asked, usual),)
 
     def _loss(self, asked: StrategyQuestion) -> float | None:

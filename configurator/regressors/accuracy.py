@@ -71,6 +71,11 @@ class AccuracyModel:
         )
         return losses
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompts that were measured."""
+        return self.evidence.longest
+
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:

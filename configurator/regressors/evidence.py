@@ -8,8 +8,10 @@ One is at least as hard if its prompts are as long, as many pairs may be dropped
 are as large, and it keeps as few tokens; who judges, and whether queries are dropped, is the same.
 (With a ratio as large it is the longer prompt that keeps more, so that neither length by itself
 vouches for the other.) Of several the nearest count, before which none lies that was asked enough:
-what is harder still may have lost less by chance. Prompts longer than any that was measured count
-as the longest of these.
+what is harder still may have lost less by chance. Nor does what drops more, all else alike, lose
+less: what was lost with a smaller ratio by the same group and length is lost with a larger one,
+whatever that has lost itself. Prompts longer than any that was measured count as the longest of
+these, and whoever shows their losses says so.
 
 Shape suffixes: n configurations, m measured ones, f features.
 """
@@ -47,6 +49,9 @@ HARDER = {
     "largest ratio": 1,
     "log2 kept beside sinks": -1,
 }
+SAME_PROMPTS = ("log2 tokens", "levels", "eligible pairs")
+"""Of configurations for which this is equal too, that with the larger ratio keeps a part of what
+the other keeps."""
 ALIKE = ("judged by the same layer", "log2 window", "queries dropped")
 ROUNDING = 1e-9
 TOKENS = FEATURES.index("log2 tokens")
@@ -87,8 +92,24 @@ class Evidence:
         surely_n = np.where(nearest_nm, self.losses_m, 0.0).max(1, initial=0.0)
         surely_n[~nearest_nm.any(1)] = UNKNOWN
         few_nm = np.where(near_nm & ~self.enough_m, self.losses_m, UNKNOWN)
-        losses: Amounts = np.minimum(surely_n, few_nm.min(1, initial=UNKNOWN))
+        less_nm = self._dropped_less(features_nf) & self.enough_m
+        least_n = np.where(less_nm, self.losses_m, 0.0).max(1, initial=0.0)
+        losses: Amounts = np.maximum(least_n, np.minimum(surely_n, few_nm.min(1, initial=UNKNOWN)))
         return losses
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompts that were measured; 0 without any."""
+        if not len(self.features_mf):
+            return 0
+        return round(2 ** float(self.features_mf[:, TOKENS].max()))
+
+    def _dropped_less(self, features_nf: Amounts) -> NDArray[np.bool_]:
+        """(n, m) whether the second is the first with a ratio as large or smaller."""
+        columns = [FEATURES.index(name) for name in SAME_PROMPTS]
+        apart_nmf = features_nf[:, None, columns] - self.features_mf[None, :, columns]
+        same_nm = np.asarray((np.abs(apart_nmf) <= ROUNDING).all(2))
+        return same_nm & _vouches(self.features_mf, features_nf).T
 
     @cached_property
     def _harder_mm(self) -> NDArray[np.bool_]:

@@ -32,7 +32,9 @@ from csps.protocols.topology import Topology
 
 MANY = 16
 """Instances from which SP-TP and finer steps are left out: they take minutes to simulate."""
-ROW = "{:<10}{:<11}{:>6}  {:<18}{:<10}{:<14}{:>12}{:>8}"
+ROW = "{:<10}{:<11}{:>6}  {:<18}{:<10}{:<14}{:>12}{:>8}{}"
+BEYOND = " *"
+"""Behind a loss of prompts longer than any that was measured."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,15 +141,16 @@ def _lines(
         f"{_wanted(question)}"
     )
     yield ""
-    yield ROW.format("", "strategy", "levels", "drop ratio", "M", "judged by", "TTFT", "loss")
-    yield _row("chosen" if answer.met else "nearest", answer.best)
+    yield ROW.format("", "strategy", "levels", "drop ratio", "M", "judged by", "TTFT", "loss", "")
+    beyond = model is not None and question.tokens > model.longest
+    yield _row("chosen" if answer.met else "nearest", answer.best, beyond)
     shown = islice(_different(answer), arguments.runners_up)
     for place, found in enumerate(shown, start=2):
-        yield _row(str(place), found)
+        yield _row(str(place), found, beyond)
     for found in by_hand:
-        yield _row("by hand", found)
+        yield _row("by hand", found, beyond)
     yield ""
-    yield from _why(answer, model)
+    yield from _why(question.tokens, answer, model)
 
 
 def _different(answer: Answer) -> Iterator[Found]:
@@ -165,7 +168,11 @@ def _alike(found: Found) -> tuple[object, ...]:
     return found.ring, it.strategy, it.levels, it.pipelined, it.drop_ratios, judged
 
 
-def _row(name: str, found: Found) -> str:
+def _row(name: str, found: Found, beyond: bool) -> str:
+    """
+    Args:
+        beyond: the prompt is longer than any whose loss was measured.
+    """
     it = found.settings
     micro = "-" if not it.pipelined else ",".join(map(str, (it.micro_partitions or ((4,),))[0]))
     ratios = ", ".join("/".join(f"{ratio:g}" for ratio in layer) for layer in it.drop_ratios)
@@ -179,6 +186,7 @@ def _row(name: str, found: Found) -> str:
         judged,
         f"{found.seconds * 1000:.1f} ms",
         f"{found.loss:.1%}",
+        BEYOND if beyond and not it.lossless else "",
     )
 
 
@@ -206,7 +214,7 @@ def _wanted(question: Question) -> str:
     return wanted + bounds
 
 
-def _why(answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
+def _why(tokens: int, answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
     if answer.met:
         yield f"Nothing else of {answer.compared} configurations is better within the bounds."
     else:
@@ -228,6 +236,13 @@ def _why(answer: Answer, model: AccuracyModel | None) -> Iterator[str]:
             f"Losses by a regressor of {model.description.samples} measurements, held-out mean "
             f"error {held['mean_absolute_error']:.3f}."
         )
+        longest = model.longest
+        if tokens > longest:
+            yield (
+                f"{BEYOND.strip()} No prompt longer than {longest} tokens was measured: these "
+                f"losses are what is known of {longest} tokens, and were never seen at "
+                f"{tokens}. Only what drops nothing is known to lose nothing."
+            )
     yield "Times by the pipeline simulator, without queueing."
 
 

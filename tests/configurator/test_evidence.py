@@ -80,14 +80,38 @@ def test_few_questions_vouch_for_wide_bounds_only() -> None:
 def test_few_questions_about_what_is_harder_make_up_for_no_loss() -> None:
     measured = [sample(setting(0.8), 0.06), sample(setting(0.9), 0.0, questions=80)]
     losses = Evidence.of(measured).losses([setting(0.7), setting(0.8), setting(0.85)])
-    assert losses == pytest.approx([0.06, 0.06, 0.0458], abs=1e-4)
+    assert losses == pytest.approx([0.06, 0.06, 0.06], abs=1e-4)
 
 
 def test_what_is_harder_still_makes_up_for_no_loss() -> None:
-    """Whichever was asked more questions."""
+    """Whichever was asked more questions, and of another group it says nothing at all."""
     measured = [sample(setting(0.8), 0.01), sample(setting(0.9), 0.0, questions=4 * ENOUGH)]
-    losses = Evidence.of(measured).losses([setting(0.7), setting(0.8), setting(0.85)])
-    assert losses.tolist() == [0.01, 0.01, 0.0]
+    asked = [setting(ratio) for ratio in (0.7, 0.8, 0.85, 0.9)]
+    assert Evidence.of(measured).losses(asked).tolist() == [0.01, 0.01, 0.01, 0.01]
+    smaller = [setting(ratio, shape="2") for ratio in (0.7, 0.9)]
+    assert Evidence.of(measured).losses(smaller).tolist() == [0.01, 0.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 19), st.sampled_from([0.0, 0.01, 0.06, 0.5]), st.booleans())),
+    st.sampled_from(["2", "2+2"]),
+)
+def test_no_ratio_is_said_to_lose_less_than_a_smaller_one(
+    measured: list[tuple[int, float, bool]], shape: str
+) -> None:
+    """Whatever was measured of the same prompts and group, and of how many questions."""
+    evidence = Evidence.of(
+        [
+            sample(setting(ratio / 20, shape=shape), loss, questions=ENOUGH if enough else 80)
+            for ratio, loss, enough in measured
+        ]
+    )
+    losses = evidence.losses([setting(ratio / 40, shape=shape) for ratio in range(1, 40)])
+    surely = [number for number, (_, _, enough) in enumerate(measured) if enough]
+    assert (losses[1:] >= losses[:-1]).all() or len(surely) < len(measured)
+    for number in surely:
+        ratio, loss, _ = measured[number]
+        assert (losses[2 * ratio - 1 :] >= loss).all()
 
 
 def test_smaller_groups_are_easier_and_larger_ones_are_not() -> None:
@@ -105,6 +129,7 @@ def test_neither_a_longer_nor_a_shorter_prompt_vouches_where_fewer_tokens_are_ke
 def test_prompts_longer_than_any_count_as_the_longest() -> None:
     evidence = Evidence.of([sample(setting(0.9), 0.0)])
     assert evidence.losses([setting(0.9, 1 << 17), setting(0.92, 1 << 17)]).tolist() == [0, UNKNOWN]
+    assert evidence.longest == 4_096
 
 
 @pytest.mark.parametrize(
@@ -129,6 +154,7 @@ def test_what_is_otherwise_than_measured_is_not_vouched_for(other: dict[str, obj
 def test_without_measurements_nothing_is_vouched_for() -> None:
     assert Evidence.of([]).losses([setting(0.5)]).tolist() == [UNKNOWN]
     assert Evidence.of([]).losses([]).tolist() == []
+    assert Evidence.of([]).longest == 0
 
 
 @pytest.mark.parametrize("rows", [None, "x", ["1.0 2.0"], [1.0], ["a"]])

@@ -48,6 +48,8 @@ class Says:
 class Loses:
     """In the place of F_Ad: judged by the layer before, everything is lost."""
 
+    longest = 1 << 20
+
     def of_group(
         self, locations: Sequence[str], *, layers: int, tokens: int
     ) -> Callable[[Sequence[CsaSettings]], list[float]]:
@@ -225,7 +227,30 @@ def test_nothing_is_pipelined_where_links_cost_nothing() -> None:
 def test_what_was_not_simulated_is_taken_if_it_moves_least_and_nothing_is_quicker() -> None:
     usual = StrategyChoice(strategy="gathered_weights", reason="")
     asked = StrategyQuestion(csa=None, servers=(2, 2), tp=1, tokens=TOKENS)
-    assert replace(PREDICTED, group_of=quickly).exact(asked, usual) is usual
+    predicted = replace(PREDICTED, group_of=quickly)
+    assert predicted.exact(asked, usual) is usual
+    by_what_moves_least = predicted.options(replace(asked, bounded=True), usual)
+    simulated = predicted.options(replace(asked, bounded=True), replace(usual, strategy="ulysses"))
+    assert [it.strategy.replace("ulysses", "gathered_weights") for it in simulated] == [
+        it.strategy for it in by_what_moves_least
+    ]
+    (exact,) = (it for it in by_what_moves_least if it.strategy == "gathered_weights")
+    assert (exact.permille, exact.loss) == (1000, 0.0)
+
+
+def test_what_drops_tokens_of_longer_prompts_than_were_measured_says_so() -> None:
+    known = Loses()
+    known.longest = 16_384
+    rules = StrategyRules(
+        SHAPE,
+        predicted=replace(PREDICTED, accuracy=known),  # type: ignore[arg-type]
+        accuracy=known,  # type: ignore[arg-type]
+    )
+    for tokens, said in ((12_288, False), (TOKENS, True)):
+        for it in answer(rules, tokens=tokens):
+            settings = parse_option(it.strategy).csa
+            drops = settings is not None and not settings.lossless
+            assert ("prompts of 16384 tokens" in it.reason) == (said and drops)
 
 
 def test_the_reason_says_why_nothing_is_dropped() -> None:

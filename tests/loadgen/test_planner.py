@@ -108,6 +108,20 @@ def test_what_was_measured_safe_is_taken_and_explained(
     assert any("94 measurements" in line for line in lines)
 
 
+def test_losses_beyond_the_longest_prompt_that_was_measured_are_marked(
+    cluster: Path, accuracy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wish = ("--accuracy", str(accuracy), "--max-accuracy-loss", "0.01")
+    assert not any("*" in line for line in planned(capsys, cluster, *wish))
+    longer = planned(capsys, cluster, *wish, "--length", "8192")
+    marked = [line.split()[1] for line in longer if line.endswith("% *")]
+    assert marked
+    assert set(marked) <= {"csa", "sp_tp"}
+    (said,) = (line for line in longer if line.startswith("* "))
+    assert "No prompt longer than 4096 tokens was measured" in said
+    assert "never seen at 8192" in said
+
+
 def test_rings_are_compared_as_well(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = planned(capsys, cluster, "--runners-up", "100")
     rows = [line.split() for line in lines[3:] if line.endswith("%")]

@@ -21,7 +21,7 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
 )
 from csps.protocols.errors import ConfigError
-from csps.protocols.plans import StrategyQuestion
+from csps.protocols.plans import EXACT, StrategyChoice, StrategyQuestion
 from csps.services.launch.deploy_config import read_config
 from csps.services.launch.settings import Settings
 from csps.services.profiling import train
@@ -118,7 +118,8 @@ def test_with_profiled_times_a_server_answers_by_what_was_learned_here_and_by_no
     learned = predicted_options(settings, accuracy_model(settings))
     assert isinstance(learned, PredictedOptions)
     asked = StrategyQuestion(csa=None, bounded=True, servers=(2,), tp=1, tokens=96)
-    assert {it.loss for it in learned.options(asked)} == {0.0}
+    usual = StrategyChoice(strategy=EXACT, reason="")
+    assert {it.loss for it in learned.options(asked, usual)} == {0.0}
     description = direct_folder(made, "ttft") / DESCRIPTION
     description.write_text(description.read_text().replace("torch", "another"))
     caplog.clear()
