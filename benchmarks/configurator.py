@@ -16,10 +16,13 @@ simulator's. `worse` is the answer's time over the best that an exhaustive searc
 has found, less one, for least TTFT; for least loss it is the difference of the losses. Losses are
 what ships of the included model, or planted: growing with what is dropped, so that bounds bind.
 `simulator`: configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
-two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. The
-phases are of `csps profile phases`, on one server: none of these steps is fitted to. `--measured`
-takes the times of an earlier run's rows and only predicts anew. `pipelined` compares each pipelined
-configuration with the same one that waits for every exchange, as measured and as predicted.
+two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. Phases
+are of `csps profile phases`, on one server, and what steps take of the cores besides is measured as
+there, but on the testbed, whose link costs more of them; steps of other lengths, cut otherwise: to
+none that is compared is anything fitted. `--measured` takes the times of an earlier run's rows and
+only predicts anew. `pipelined` compares each pipelined
+configuration with the same one that waits for every exchange, as measured and as predicted; `auto`
+compares what exact requests are given there with exact SP-NTP that is not cut.
 `live`: a server that was profiled and trained. Requests of each kind take turns.
 """
 
@@ -32,6 +35,7 @@ import random
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -47,6 +51,7 @@ from csps.configurator.bound_buckets import LOSSES, TIMES
 from csps.configurator.enumeration import Loss
 from csps.configurator.pipeline.cases import SimulatedGroup
 from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
+from csps.configurator.predicted_options import PredictedOptions
 from csps.configurator.profiles import fit_phases
 from csps.configurator.regressors.accuracy import AccuracyModel
 from csps.configurator.regressors.direct import fingerprint, train_direct
@@ -60,11 +65,25 @@ from csps.loadgen.planner.hardware_file import load_group
 from csps.models.weights_digest import weights_digest
 from csps.protocols.csa_settings import CsaSettings
 from csps.protocols.group_shape import GroupShape
-from csps.protocols.options import option_name
-from csps.protocols.plans import BOUNDED, Objective, ObjectiveKind, RequestClass
+from csps.protocols.options import option_name, parse_option
+from csps.protocols.plans import (
+    BOUNDED,
+    ENGINE_NAMES,
+    EXACT,
+    LEVELS,
+    RINGS,
+    SPARSE,
+    Objective,
+    ObjectiveKind,
+    RequestClass,
+    StrategyChoice,
+    StrategyQuestion,
+)
 from csps.protocols.topology import Topology
 from csps.services.launch.settings import shipped_models
 from csps.services.profiling.option_source import KINDS
+from csps.services.profiling.overheads import ROUNDS, measure_steps
+from csps.services.profiling.steps import Work
 from csps.services.scheduling.cost import Allowed, Bucket, CostTable
 from csps.services.scheduling.latency_shipped import SHIPPED
 
@@ -73,6 +92,8 @@ ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
 """Lengths of the cost table's buckets."""
 HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
 HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
+PROFILED = (1_024, 3_072, 12_288)
+"""Lengths of which it is measured what steps take of the testbed's cores: none that is drawn."""
 LOOKUPS = 20_000
 UNPIPELINED: dict[str, Any] = {
     "attention": "csa", "strategy": "ntp", "levels": 1, "drop_ratio": 0, "pipelined": False,
@@ -242,13 +263,15 @@ def _loss(accuracy: AccuracyModel | Planted, group: SimulatedGroup, tokens: int)
 
 def simulator(arguments: argparse.Namespace) -> Section:
     """Predicted and measured times of drawn configurations."""
-    group = _with_phases(load_group(arguments.cluster), arguments.sib)
+    group = load_group(arguments.cluster)
     drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
+    chosen_s: dict[int, tuple[float, float]] = {}
     if arguments.measured is None:
-        measured = _on_testbed(group, drawn, arguments)
+        measured, chosen_s = _on_testbed(group, drawn, arguments)
     else:
         known = json.loads(arguments.measured.read_text())["rows"]
         measured = [float(it["measured_s"]) for it in known]
+    group = _with_phases(group, arguments.sib)
     rows = [
         _row(group, settings, length, seconds)
         for (settings, length), seconds in zip(drawn, measured, strict=True)
@@ -259,8 +282,36 @@ def simulator(arguments: argparse.Namespace) -> Section:
         "median_error": statistics.median(errors),
         "p95_error": float(np.quantile(errors, 0.95)),
         "pipelined": _pipelined(rows),
+        "auto": [
+            {
+                "tokens": tokens,
+                "option": choice.strategy,
+                "predicted": choice.permille / 1000,
+                "measured": chosen_s[tokens][0] / chosen_s[tokens][1] if chosen_s else None,
+            }
+            for tokens, choice in _auto(group, drawn).items()
+        ],
     }
     return rows, {"summary": summary, "rate": arguments.rate}
+
+
+def _auto(
+    group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]]
+) -> dict[int, StrategyChoice]:
+    """What exact requests without bounds are given, by length."""
+    shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
+    options = PredictedOptions(
+        answerer=Answerer(space=answered_space(group.shape.layers), models={}),
+        accuracy=shipped(),
+        group_of=lambda _servers, _tp: group,
+    )
+    usual = StrategyChoice(strategy=EXACT, reason="")
+    return {
+        tokens: options.exact(
+            StrategyQuestion(csa=None, servers=shape.servers, tp=group.tp, tokens=tokens), usual
+        )
+        for tokens in sorted({length for _, length in drawn})
+    }
 
 
 def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -281,11 +332,15 @@ def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+Measured = tuple[list[float], dict[int, tuple[float, float]]]
+"""Seconds of what was drawn; and by length of what `auto` takes, and of exact SP-NTP whole."""
+
+
 def _on_testbed(
     group: SimulatedGroup,
     drawn: Sequence[tuple[CsaSettings, int]],
     arguments: argparse.Namespace,
-) -> list[float]:
+) -> Measured:
     from testbed import iproute
     from testbed.link import Link
     from testbed.network import two_servers
@@ -293,19 +348,23 @@ def _on_testbed(
     iproute.require()
     with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
         bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
-        return asyncio.run(_measured(bed, group, drawn, arguments.rounds))
+        return asyncio.run(_measured(bed, group, drawn, arguments))
 
 
 def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
-    base = ScalingInformationBase.read(sib, None)
-    if base is None:
-        raise SystemExit(f"there is no {sib}; run `csps profile phases`")
-    with base:
+    with _opened(sib) as base:
         rows = base.rows(PhaseRow)
     shape = group.shape
     times = fit_phases(rows, heads=shape.heads, kv_heads=shape.kv_heads, tp=group.tp)
     group = replace(group, times=times)
     return replace(group, times=with_overheads(group, rows))
+
+
+def _opened(sib: Path) -> ScalingInformationBase:
+    base = ScalingInformationBase.read(sib, None)
+    if base is None:
+        raise SystemExit(f"there is no {sib}; run `csps profile phases`")
+    return base
 
 
 def _drawn(
@@ -330,35 +389,71 @@ def _drawn(
 
 
 async def _measured(
-    bed: Any, group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]], rounds: int
-) -> list[float]:
-    """Seconds to the first token, medians."""
+    bed: Any,
+    group: SimulatedGroup,
+    drawn: Sequence[tuple[CsaSettings, int]],
+    arguments: argparse.Namespace,
+) -> Measured:
+    """Seconds to the first token, medians; what steps take of the cores there is kept first."""
     from testbed.gang import GangOptions, prefill_gang
 
     options = GangOptions(
         model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in drawn)
     )
     tokens = np.random.default_rng(0).integers(10, 1024, options.kv_slots, dtype=np.int32)
-    took: dict[int, list[float]] = {number: [] for number in range(len(drawn))}
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
     async with prefill_gang(bed, options) as gang:
         layers = gang.client.descriptions[0].layers
-        for number_of_round in range(rounds + 1):
-            for number, (settings, length) in enumerate(drawn):
-                by_tp = settings.strategy == "tp"
-                plan = settings.for_group(
-                    gang.locations,
-                    layers=layers,
-                    longest_spt=-(-length // len(gang.locations)),
-                    every_query=by_tp,
-                )
-                done = await gang.prefill(
-                    tokens[:length],
-                    strategy="ulysses" if settings == WHOLE else "sp_tp" if by_tp else "csa",
-                    csa=None if settings == WHOLE else plan,
-                )
+
+        async def run(length: int, option: str) -> Any:
+            name, settings = parse_option(option)
+            plan = settings and settings.for_group(
+                gang.locations,
+                layers=layers,
+                longest_spt=-(-length // len(gang.locations)),
+                every_query=name == ENGINE_NAMES["tp"],
+            )
+            return await gang.prefill(
+                tokens[:length],
+                strategy=SPARSE if name == LEVELS else name,
+                csa=plan,
+                layout="zigzag" if name in RINGS else "contiguous",
+            )
+
+        async def work(length: int, option: str) -> Work:
+            done = await run(length, option)
+            return Work(
+                processor_s=sum(done.cpu_s),
+                computing_s=sum(done.compute_cpu_s),
+                took_s=done.ttft_s,
+            )
+
+        with _opened(arguments.sib) as base:
+            shape = f"{options.ranks_per_server}+{options.ranks_per_server}"
+            await measure_steps(
+                base, work, PROFILED, group_shape=shape, tp=1, rounds=ROUNDS, crowded=None
+            )
+        wanted = [(_option(settings), length) for settings, length in drawn]
+        auto = _auto(_with_phases(group, arguments.sib), drawn)
+        taken = {length: (choice.strategy, EXACT) for length, choice in auto.items()}
+        whole = [(option, length) for length, both in taken.items() for option in both]
+        for number_of_round in range(arguments.rounds + 1):
+            for option, length in dict.fromkeys([*wanted, *whole]):
+                done = await run(length, option)
                 if number_of_round:  # the first one connects and warms up
-                    took[number].append(done.ttft_s)
-    return [statistics.median(took[number]) for number in range(len(drawn))]
+                    took[option, length].append(done.ttft_s)
+    median_s = {key: statistics.median(seconds) for key, seconds in took.items()}
+    return [median_s[it] for it in wanted], {
+        length: (median_s[option, length], median_s[whole, length])
+        for length, (option, whole) in taken.items()
+    }
+
+
+def _option(settings: CsaSettings) -> str:
+    if settings == WHOLE:
+        return EXACT
+    assert settings.strategy is not None
+    return option_name(ENGINE_NAMES[settings.strategy], settings)
 
 
 def _row(

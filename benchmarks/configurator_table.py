@@ -83,6 +83,12 @@ def _simulator(result: Result) -> Iterator[Aim]:
     for it in summary["pipelined"]:
         about = f"pipelined / not, {it['strategy']}, {it['tokens']} tokens"
         yield Aim(about, f"{it['measured']:.2f}", f"predicted {it['predicted']:.2f}")
+    for it in summary.get("auto", ()):
+        about = f"what auto takes / exact whole, {it['tokens']} tokens ({it['option']})"
+        if it["measured"] is None:
+            yield Aim(about, f"predicted {it['predicted']:.2f}", "")
+        else:
+            yield _at_most(about, it["measured"], 1 + SAME, "{:.2f}")
 
 
 def _live(result: Result) -> Iterator[Aim]:

@@ -62,15 +62,37 @@ class ExchangeTimes:
     """Of each that is sent or received."""
     byte: float = 0.0
     """Of these."""
+    beside: float = 0.0
+    """More of each byte, of threads beside the one that computes, while it is on its way."""
+    overlapped: float = 0.0
+    """More of each byte in SP-NTP that is pipelined: what comes in parts lies in buffers of its
+    own, and is merged part by part."""
 
     def __post_init__(self) -> None:
-        if min(self.call, self.message, self.byte) < 0:
+        if min(self.call, self.message, self.byte, self.beside, self.overlapped) < 0:
             raise ValueError(f"no exchange takes less than nothing: {self}")
 
     def seconds(self, messages: Amounts, size: Amounts) -> Amounts:
-        """Of so many messages and bytes, without the call."""
+        """Of so many messages and bytes, without the call and what threads beside take."""
         taken: Amounts = self.message * messages + self.byte * size
         return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What a prompt takes of each rank besides its layers' phases and exchanges."""
+
+    fixed: float = 0.0
+    """Seconds before and after the layers."""
+    dropping: float = 0.0
+    """Seconds more of each layer that drops: finding out who gets what."""
+    crowding: float = 1.0
+    """What passes of cores' time for each second that is used of it, where more want to compute
+    than there are cores: they wake each other, and wait for each other's slices."""
+
+    def __post_init__(self) -> None:
+        if min(self.fixed, self.dropping) < 0 or self.crowding < 1:
+            raise ValueError(f"no step takes less than nothing: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +115,4 @@ class PhaseTimes:
     copy: Line = Line()
     """Bytes that are gathered for an exchange."""
     exchange: ExchangeTimes = ExchangeTimes()
+    step: StepTimes = StepTimes()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from csps.configurator.pipeline.program import Op
+from csps.configurator.pipeline.simulate import LEAST_LEFT
 
 EPS = 1e-15
 
@@ -32,6 +33,9 @@ class Plain:
     latency: Sequence[float]
     cores_of: Sequence[int]
     cores: Sequence[float]
+    loads: Sequence[Sequence[float]]
+    """Cores that each wire takes of each rank's, while it carries something."""
+    crowding: float
 
     now: float = 0.0
     begun: set[tuple[int, int]] = field(default_factory=set)
@@ -52,7 +56,7 @@ class Plain:
             self._advance(rank, ranks, left)
         while True:
             self._start(carrying)
-            rates = self._rates(left)
+            rates = self._rates(left, carrying)
             times = [self.now + left[rank] / rates[rank] for rank in left]
             times += [end for _, end in carrying.values()]
             times += [time for time in self.arrived.values() if time > self.now]
@@ -143,12 +147,19 @@ class Plain:
         for rank in self.exchanges[number].wires[wire][2]:
             self.arrived[rank, number, wire] = end + self.latency[wire]
 
-    def _rates(self, left: dict[int, float]) -> dict[int, float]:
-        return {
-            rank: min(
-                1.0,
-                self.cores[self.cores_of[rank]]
-                / sum(self.cores_of[other] == self.cores_of[rank] for other in left),
+    def _rates(
+        self, left: dict[int, float], carrying: dict[int, tuple[int, float]]
+    ) -> dict[int, float]:
+        rates = {}
+        for rank in left:
+            cores = self.cores[self.cores_of[rank]]
+            active = sum(self.cores_of[other] == self.cores_of[rank] for other in left)
+            load = sum(
+                share
+                for wire in carrying
+                for end, share in enumerate(self.loads[wire])
+                if self.cores_of[end] == self.cores_of[rank]
             )
-            for rank in left
-        }
+            left_over = max(cores / self.crowding - load, LEAST_LEFT * cores)
+            rates[rank] = 1.0 if active + load <= cores else min(1.0, left_over / active)
+        return rates

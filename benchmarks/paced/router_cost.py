@@ -35,8 +35,8 @@ import yaml
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import report  # noqa: E402
-from testbed.cpu_time import CpuTime  # noqa: E402
 
+from csps.services.profiling.cpu_time import CpuTime  # noqa: E402
 from paced.driver import Driver  # noqa: E402
 from paced.http_client import Connection  # noqa: E402
 from paced.processes import Served, served, unserved  # noqa: E402

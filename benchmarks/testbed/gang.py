@@ -31,7 +31,7 @@ from csps.protocols.placement import LAYOUTS, KvShare, place
 from csps.protocols.prefill_job import PrefillJob, PrefillPiece
 from csps.protocols.sampling import Sampling
 from csps.protocols.tokens import Tokens
-from testbed.cpu_time import CpuTime
+from csps.services.profiling.cpu_time import CpuTime
 from testbed.network import Testbed
 from testbed.traffic import Traffic
 
@@ -219,7 +219,7 @@ class Gang:
             done=tuple(sorted(done, key=lambda d: d.rank)),
             traffic=self._bed.traffic() - traffic,
             cpu_s=tuple(cpu.process_s for cpu in used),
-            compute_cpu_s=tuple(cpu.busiest_thread_s for cpu in used),
+            compute_cpu_s=tuple(cpu.busiest_s() for cpu in used),
         )
 
     def _submit(self, job: PrefillJob, tokens: np.ndarray) -> None:

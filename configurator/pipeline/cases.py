@@ -61,21 +61,24 @@ class SimulatedGroup:
         return self.shape.kv_heads // self.tp
 
     @property
-    def ranks_per_core(self) -> float:
-        """Where most ranks share cores, when all compute; at least 1."""
-        cores_of, cores = self.machine()
+    def slowed(self) -> float:
+        """How many times as long as alone a rank computes where most share cores, if all do; at
+        least 1."""
+        cores_of, cores, crowding = self.machine()
         used = np.bincount(np.array(cores_of), minlength=len(cores))
-        return max(1.0, float((used / np.array(cores)).max()))
+        most = float((used / np.array(cores)).max())
+        return most * crowding if most > 1 else 1.0
 
     def segments(self, levels: int) -> tuple[Segments, ...]:
         """Raises ConfigError for more levels than the locations tell apart."""
         return Topology.of(self.locations).levels(levels)
 
-    def machine(self) -> tuple[Sequence[int], Sequence[float]]:
-        """The set of cores of each rank, and how many each has."""
+    def machine(self) -> tuple[Sequence[int], Sequence[float], float]:
+        """The set of cores of each rank, how many each has, and what crowding them costs."""
+        crowding = self.times.step.crowding
         if self.cores_of is None:
-            return range(self.members), [1.0] * self.members
-        return self.cores_of, self.cores
+            return range(self.members), [1.0] * self.members, crowding
+        return self.cores_of, self.cores, crowding
 
 
 @dataclass(frozen=True, kw_only=True)

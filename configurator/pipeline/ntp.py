@@ -24,7 +24,7 @@ senders, r receivers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -227,7 +227,10 @@ class _NtpLayer:
         self._local = all(len(members) == 1 for members in self._segments[0])
         self._micro_cv = cases.micro_cv if cases.pipelined else np.ones_like(cases.micro_cv)
         self._levels = list(self._series())
-        self._script = Script(group.wiring, self._own_rows(), group.times.exchange)
+        costs = group.times.exchange
+        if cases.pipelined:
+            costs = replace(costs, byte=costs.byte + costs.overlapped)
+        self._script = Script(group.wiring, self._own_rows(), costs)
         wait = Op.WAIT if cases.pipelined else Op.STAND
         self._asked = AskedHistory(group, self._script, spts, history, wait=wait)
 
@@ -389,10 +392,11 @@ class _NtpLayer:
             script.do(Op.STAND, self._lses)
 
     def _choosing(self) -> Seconds:
-        """(c, r) column sums and selection of a layer that drops."""
-        tokens_cr = self._cases.drops_c[:, None] * (self._spts * self._group.kv_heads)
-        selecting_cr = self._group.times.select.seconds(tokens_cr.astype(float))
-        return self._importance(self._cases.drops_c) + selecting_cr
+        """(c, r) column sums, selection and what follows from it, of a layer that drops."""
+        drops_c1, times = self._cases.drops_c[:, None], self._group.times
+        tokens_cr = drops_c1 * (self._spts * self._group.kv_heads)
+        selecting_cr = times.select.seconds(tokens_cr.astype(float))
+        return self._importance(self._cases.drops_c) + selecting_cr + times.step.dropping * drops_c1
 
     def _importance(self, who_c: Mask) -> Seconds:
         """(c, r) of all windows that see a member's keys."""

@@ -83,7 +83,7 @@ def _rest(group: SimulatedGroup, tokens: int) -> float:
     longest = np.array(max(_spts(group, tokens)), float)
     times, layers = group.times, group.shape.layers
     rest = layers * times.rest.seconds(longest) + times.qkv.seconds(longest)
-    return float(rest * group.ranks_per_core)
+    return float((rest + times.step.fixed) * group.slowed)
 
 
 def attention_seconds(
@@ -96,9 +96,11 @@ def attention_seconds(
 def work_seconds(
     group: SimulatedGroup, configurations: Sequence[CsaSettings], tokens: int
 ) -> Seconds:
-    """(c,) what a prompt takes of all simulated ranks' cores together. Arguments as above."""
+    """(c,) what a prompt takes of all simulated ranks' cores together, without threads beside
+    those that compute. Arguments as above."""
     spts, times = np.array(_spts(group, tokens), float), group.times
     rest = group.shape.layers * times.rest.seconds(spts) + times.qkv.seconds(spts)
+    rest = rest + times.step.fixed
     attention_c = _over_layers(group, configurations, tokens, lambda it: it.work_c)
     seconds: Seconds = attention_c + rest.sum()
     return seconds

@@ -75,6 +75,11 @@ class Machine:
     """The set of cores that a rank computes on."""
     cores_d: Seconds
     """How many there are; ranks that compute share them equally, none has more than one."""
+    loads_wr: Seconds
+    """Cores that a wire takes of each rank's set while it carries something."""
+    crowding: float = 1.0
+    """What passes of a set of cores for each second that is used, where more is wanted of it than
+    there is; at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,8 @@ class Script:
         Args:
             costs: what exchanges take from the ranks' cores.
         """
-        self._wiring, self._filler_crf = wiring, filler_crf
         self._costs = costs or ExchangeTimes()
+        self._wiring, self._filler_crf = wiring.carried(self._costs.beside), filler_crf
         self.configurations = len(filler_crf)
         self._ops: list[list[tuple[Op, int]]] = [[] for _ in range(wiring.ranks)]
         self._columns: list[list[Seconds]] = [[] for _ in range(wiring.ranks)]
@@ -98,17 +98,20 @@ class Script:
         self.do(Op.POST, exchange)
         return exchange
 
-    def run(self, cores_of: Iterable[int], cores: Iterable[float]) -> Outcome:
+    def run(self, cores_of: Iterable[int], cores: Iterable[float], crowding: float) -> Outcome:
         """Simulate it.
 
         Args:
             cores_of: the set of cores of each rank.
             cores: how many each set has.
+            crowding: as in `Machine`.
         """
         machine = Machine(
             latency_w=self._wiring.latency_w,
             cores_of_r=np.array(list(cores_of), np.int64),
             cores_d=np.array(list(cores), float),
+            loads_wr=self._wiring.loads(self._costs.beside),
+            crowding=crowding,
         )
         return simulate(self._program(), self._durations(), machine)
 

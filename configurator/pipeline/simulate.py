@@ -29,6 +29,8 @@ from csps.configurator.pipeline.program import (
 CELLS = 2**22
 """Configurations, wires and exchanges that are simulated at a time, multiplied."""
 NEVER = np.inf
+LEAST_LEFT = 0.1
+"""Of cores that wires keep busy, for those who compute: neither can hold up the other for ever."""
 _COMPUTE, _POST, _WAIT, _STAND, _FILL = map(int, Op)
 
 
@@ -74,7 +76,7 @@ class _Run:
         while True:
             ranks.go_on(self._now_c, wires)
             wires.start(self._now_c)
-            ranks.share_cores(self._now_c)
+            ranks.share_cores(self._now_c, wires.carrying)
             next_c = np.minimum(ranks.next_event(wires), wires.next_event(self._now_c))
             going_c = next_c < NEVER
             if not going_c.any():
@@ -105,7 +107,9 @@ class _Ranks:
         self.ended_cr = np.zeros(shape)
         domains = len(machine.cores_d)
         self._of_domain_rd = np.equal.outer(machine.cores_of_r, np.arange(domains)).astype(float)
-        self._shared = bool((self._of_domain_rd.sum(axis=0) > machine.cores_d).any())
+        self._loads_wd = machine.loads_wr @ self._of_domain_rd
+        crowded = (self._of_domain_rd.sum(axis=0) > machine.cores_d).any()
+        self._shared = bool(crowded or self._loads_wd.any())
 
     @property
     def through(self) -> Mask:
@@ -182,13 +186,16 @@ class _Ranks:
             self._filled_cr[at] += 1
             searching_x &= work_x == 0
 
-    def share_cores(self, now_c: Seconds) -> None:
+    def share_cores(self, now_c: Seconds, carrying_cw: Mask) -> None:
         """Who computes beside others on fewer cores goes on more slowly from now on."""
         if not self._shared:
             return
         busy_cr = self._end_cr < NEVER
         active_cd = busy_cr.astype(float) @ self._of_domain_rd
-        rates_cd = np.minimum(1.0, self._machine.cores_d / np.maximum(active_cd, 1.0))
+        cores_d, loads_cd = self._machine.cores_d, carrying_cw.astype(float) @ self._loads_wd
+        left_cd = np.maximum(cores_d / self._machine.crowding - loads_cd, LEAST_LEFT * cores_d)
+        slower_cd = np.minimum(1.0, left_cd / np.maximum(active_cd, 1.0))
+        rates_cd = np.where(active_cd + loads_cd > cores_d, slower_cd, 1.0)
         rates_cr = rates_cd[:, self._machine.cores_of_r]
         changed_cr = busy_cr & (rates_cr != self._rate_cr)
         left_cr = (self._end_cr - now_c[:, None]) * self._rate_cr
@@ -260,6 +267,12 @@ class _Wires:
                     exchange
                 ].T.astype(np.int64)
         return missing_cwe
+
+    @property
+    def carrying(self) -> Mask:
+        """(c, w): whether something is on its way."""
+        busy: Mask = self._end_cw < NEVER
+        return busy
 
     def post(self, lanes_x: Numbers, ranks_x: Numbers, exchanges_x: Numbers) -> None:
         """Members begin exchanges."""

@@ -80,6 +80,7 @@ class _TpLayer:
                 for exchange in gathered:
                     self._script.do_on(rank, Op.STAND, exchange)
             self._script.compute_on(rank, self._own_keys(rank))
+            self._script.compute_on(rank, self._dropping())
             self._work(rank)
             self._finish(rank)
         return self._script.run(*self._group.machine())
@@ -218,6 +219,11 @@ class _TpLayer:
         tokens_c = np.full(len(self._cases), float(self._spts[rank]))
         return self._group.times.qkv.seconds(tokens_c) * share
 
+    def _dropping(self) -> Seconds:
+        """What a layer that drops takes besides."""
+        seconds_c: Seconds = np.where(self._cases.drops_c, self._group.times.step.dropping, 0.0)
+        return seconds_c
+
     def _projection(self, rank: int, rows: Rows) -> Seconds:
         return self._group.times.qkv.seconds(self._rows(rows).astype(float)) * self._share(rank)
 
@@ -243,9 +249,12 @@ class _TpLayer:
                 pairs_c += served * self._seen(rows, rows_c, owner, head)
         dropping = self._cases.drops_c
         calls_c = np.where(rows_c > 0, np.where(dropping, len(owners), 1), 0)
-        return self._group.times.attention.seconds(
-            calls_c.astype(float), (rows_c * len(queries)).astype(float), pairs_c.astype(float)
+        times, heads_rows_c = self._group.times, (rows_c * len(queries)).astype(float)
+        attended_c = times.attention.seconds(
+            calls_c.astype(float), heads_rows_c, pairs_c.astype(float)
         )
+        merged_c: Seconds = calls_c * times.merge.seconds(heads_rows_c)
+        return attended_c + merged_c
 
     def _seen(self, rows: Rows, rows_c: Numbers, owner: int, head: int) -> Numbers:
         """Pairs of rows with an owner's keys of one KV head."""

@@ -6,7 +6,7 @@ Shape suffixes: s senders, r receivers, both ranks; w wires; c configurations.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,6 +90,24 @@ class Wiring:
         for s, r in zip(*np.nonzero(self.wire_sr >= 0), strict=True):
             seconds_cw[:, self.wire_sr[s, r]] += bytes_csr[:, s, r] * self.seconds_per_byte_sr[s, r]
         return seconds_cw
+
+    def carried(self, seconds_per_byte: float) -> Wiring:
+        """The same, if a thread at each end is so long busy with a byte, which may be longer than
+        the wire is."""
+        return replace(
+            self, seconds_per_byte_sr=np.maximum(self.seconds_per_byte_sr, seconds_per_byte)
+        )
+
+    def loads(self, seconds_per_byte: float) -> Seconds:
+        """(w, r) share of a core that each wire takes of its ends while it carries something, if
+        a thread at each is so long busy with a byte; of several pairs the mean."""
+        loads_wr, pairs_w = np.zeros((self.wires, self.ranks)), np.zeros(self.wires)
+        for s, r in zip(*np.nonzero(self.wire_sr >= 0), strict=True):
+            wire = self.wire_sr[s, r]
+            pairs_w[wire] += 1
+            loads_wr[wire, [s, r]] += seconds_per_byte / self.seconds_per_byte_sr[s, r]
+        mean: Seconds = loads_wr / np.maximum(pairs_w, 1)[:, None]
+        return mean
 
     def members(self, pairs_sr: Mask) -> tuple[Mask, Mask]:
         """(w, s) and (w, r): who sends and who receives over each wire, of pairs that exchange."""

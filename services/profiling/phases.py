@@ -15,6 +15,7 @@ from csps.actors.phase_probe import Row
 from csps.configurator.phase_times import Line
 from csps.configurator.profiles import STRATEGY, fit_phases
 from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
+from csps.configurator.step_overheads import crowding
 from csps.models.spec import read_spec
 from csps.protocols.errors import ConfigError, DeadlineExceeded, FaultError
 from csps.services.cluster.gangs import resolve_device
@@ -111,6 +112,9 @@ def phase_lines(base: ScalingInformationBase, settings: Settings) -> Iterator[st
         f"  {'attention':<11}{it.call * 1e6:>9.1f} us a call, {it.row * 1e9:.3g} ns a row and "
         f"head, {it.pair * 1e9:.3g} ns a pair and head"
     )
+    crowded = crowding(base.rows(PhaseRow), settings.prefilling.instances, tp)
+    if crowded > 1:
+        yield f"  {'crowding':<11}{crowded:>9.2f} s of cores that ranks share for each that is used"
 
 
 def _line(name: str, line: Line, unit: str) -> str:

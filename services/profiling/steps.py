@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,12 +18,12 @@ from csps.protocols.sampling import Sampling
 from csps.protocols.schema import pack
 from csps.protocols.span import Span
 from csps.services.profiling.cell import Cell
+from csps.services.profiling.cpu_time import CpuTime
 from csps.services.profiling.fitting import EXACT
 from csps.services.profiling.plan import DecodeRun, RingRun, StepRun
 
 JOB_TOKENS = 16_384
 """Prompts that are prefilled only to be decoded go in jobs of about so many."""
-_CPUCLOCK_SCHED = 2
 GREEDY = Sampling(temperature=0.0, max_tokens=1)
 Shares = tuple[KvShare, ...]
 
@@ -115,8 +115,25 @@ def _computed(piece: PrefillPiece, number: int, run: StepRun) -> Shares:
     )
 
 
-async def measure_work(cell: Cell, tokens: int, sp: int, option: str) -> float:
-    """Processor time that the gang's ranks together take for a prompt by an option, seconds."""
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step takes, in seconds."""
+
+    processor_s: float
+    """Of all threads of all ranks."""
+    computing_s: float
+    """Of these, of those that compute."""
+    took_s: float
+    """From sending it to the ranks until all are done."""
+
+
+async def measure_work(cell: Cell, sp: int, threads: int, tokens: int, option: str) -> Work:
+    """What the gang's ranks take for a prompt by an option.
+
+    Args:
+        sp: instances.
+        threads: of a rank, that compute.
+    """
     strategy, settings = parse_option(option)
     locations = cell.prefill.locations[: sp * cell.prefill.tp : cell.prefill.tp]
     csa = None
@@ -131,16 +148,16 @@ async def measure_work(cell: Cell, tokens: int, sp: int, option: str) -> float:
     piece = PrefillPiece(rid=rid, start=0, length=tokens, sampling=GREEDY)
     processes = {rank.pid for rank in cell.prefill.descriptions}
     try:
-        before = sum(map(_processor_seconds, processes))
-        await _prefill(cell, [piece], sp, strategy, csa)
-        return sum(map(_processor_seconds, processes)) - before
+        before = {pid: CpuTime.of(pid) for pid in processes}
+        took_s = await _prefill(cell, [piece], sp, strategy, csa)
+        used = [CpuTime.of(pid) - then for pid, then in before.items()]
     finally:
         await cell.forget([rid])
-
-
-def _processor_seconds(pid: int) -> float:
-    # The clock's number as clock_getcpuclockid(3) builds it, which Python does not offer.
-    return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+    return Work(
+        processor_s=sum(it.process_s for it in used),
+        computing_s=sum(it.busiest_s(threads) for it in used),
+        took_s=took_s,
+    )
 
 
 async def _prefill(

@@ -51,6 +51,8 @@ class World:
             latency=self.machine.latency_w.tolist(),
             cores_of=self.machine.cores_of_r.tolist(),
             cores=self.machine.cores_d.tolist(),
+            loads=self.machine.loads_wr.tolist(),
+            crowding=self.machine.crowding,
         )
         plain.run()
         return plain
@@ -62,12 +64,17 @@ def _members(mask: np.ndarray) -> frozenset[int]:
 
 @st.composite
 def worlds(
-    draw: st.DrawFn, *, shared_cores: bool | None = None, overlap: bool | None = None
+    draw: st.DrawFn,
+    *,
+    shared_cores: bool | None = None,
+    overlap: bool | None = None,
+    crowded: bool = False,
 ) -> World:
     """Ranks that begin all exchanges in order, compute in between, and wait for what was begun.
 
     Args:
         overlap: every wait is filled, or, for None, some are.
+        crowded: wires take cores of their ends, and too few cores are not used to the full.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     ranks, configurations = draw(st.integers(1, 4)), draw(st.integers(1, 5))
@@ -118,6 +125,10 @@ def worlds(
             latency_w=rng.choice([0.0, 0.3], wires),
             cores_of_r=rng.integers(0, 2, ranks) if sharing else np.arange(ranks),
             cores_d=np.array([1.0, 2.0]) if sharing else np.ones(ranks),
+            # Eighths, whose sums are the same in any order.
+            loads_wr=(senders | receivers).any(axis=0)
+            * (rng.choice([0.0, 0.375, 0.875]) * crowded),
+            crowding=1.25 if crowded else 1.0,
         ),
     )
 
@@ -151,8 +162,8 @@ def test_equals_the_plain_simulator_bit_for_bit(world: World) -> None:
 
 
 @settings(max_examples=examples(100))
-@given(worlds(shared_cores=True))
-def test_equals_the_plain_simulator_where_ranks_share_cores(world: World) -> None:
+@given(st.one_of(worlds(shared_cores=True), worlds(crowded=True)))
+def test_equals_the_plain_simulator_where_ranks_and_wires_share_cores(world: World) -> None:
     outcome = world.outcome()
     for c in range(len(outcome.ranks_cr)):
         plain = world.plain(c)
@@ -242,6 +253,11 @@ def test_a_program_that_cannot_end_is_named() -> None:
         filler_crf=np.zeros((1, 2, 0)),
         wires_cwe=np.ones((1, 1, 1)),
     )
-    machine = Machine(latency_w=np.zeros(1), cores_of_r=np.arange(2), cores_d=np.ones(2))
+    machine = Machine(
+        latency_w=np.zeros(1),
+        cores_of_r=np.arange(2),
+        cores_d=np.ones(2),
+        loads_wr=np.zeros((1, 2)),
+    )
     with pytest.raises(AssertionError, match="cannot end"):
         simulate(program, durations, machine)

@@ -105,9 +105,11 @@ def test_no_coefficient_is_negative_and_none_fits_better(planted: list[float], s
     rng = np.random.default_rng(seed)
     features = np.abs(rng.normal(size=(8, 3))) + 0.01
     seconds = features @ np.array(planted) + rng.uniform(1e-6, 1e-4, 8)
-    found = nonnegative_fit(features, seconds)
-    assert (found >= 0).all()
-    error = ((features @ found / seconds - 1) ** 2).sum()
-    for nudge in np.eye(3) * 1e-6:
-        for other in (found + nudge, np.maximum(found - nudge, 0)):
-            assert error <= ((features @ other / seconds - 1) ** 2).sum() + 1e-9
+    for whole in (None, seconds * rng.uniform(1, 9, 8)):
+        found = nonnegative_fit(features, seconds, whole)
+        relative_to = seconds if whole is None else whole
+        assert (found >= 0).all()
+        error = (((features @ found - seconds) / relative_to) ** 2).sum()
+        for nudge in np.eye(3) * 1e-6:
+            for other in (found + nudge, np.maximum(found - nudge, 0)):
+                assert error <= (((features @ other - seconds) / relative_to) ** 2).sum() + 1e-9

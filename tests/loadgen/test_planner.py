@@ -183,7 +183,7 @@ def test_measured_phases_are_taken_and_cores_shared(tmp_path: Path) -> None:
     rank = {"sib": "made.sqlite", "ranks_per_core": 2}
     group = load_group(str(written(tmp_path, rank=rank)))
     assert group.times.qkv.each == pytest.approx(1e-6)
-    assert group.machine() == ((0, 1), (0.5, 0.5))
+    assert group.machine() == ((0, 1), (0.5, 0.5), 1.0)
 
 
 def test_links_that_a_file_does_not_name_are_as_measured(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from csps.configurator.scaling_information_base import (
     ScalingInformationBase,
     StepRow,
 )
-from csps.configurator.step_overheads import STEP, measured_settings
+from csps.configurator.step_overheads import BESIDE, CROWDING, STEP, measured_settings
 from csps.protocols.errors import FaultError
 from csps.protocols.gang_members import GangMembers, RankAddress
 from csps.protocols.options import parse_option
@@ -123,13 +123,15 @@ async def test_steps_by_every_option_are_measured_for_what_phases_leave_out(
     settings: Settings, rank_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overheads, "QUICK_TOKENS", (24, 5_000))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # fewer than ranks
     with ScalingInformationBase.create(base_path(settings), identity_of(settings)) as base:
         await overheads.measure_overheads(base, settings, lambda _: None, quick=True)
         rows = base.rows(PhaseRow)
-    assert {(row.phase, row.tokens, row.group_shape) for row in rows} == {(STEP, 24, "2")}
+    assert {(row.tokens, row.group_shape) for row in rows} == {(24, "2")}
     assert all(row.seconds > 0 for row in rows)
-    names = [parse_option(row.strategy).strategy for row in rows]
-    assert names == ["ulysses", "csa", "csa", "sp_tp", "sp_tp"]
+    names = [parse_option(row.strategy).strategy for row in rows if row.phase == STEP]
+    assert names == ["ulysses", "csa", "csa", "sp_tp", "sp_tp", "csa", "sp_tp"]
+    assert {row.phase for row in rows} == {STEP, BESIDE, CROWDING}
     assert {measured_settings(row.strategy).strategy for row in rows} == {"ntp", "tp"}
 
 

@@ -39,10 +39,9 @@ class CpuTime:
             },
         )
 
-    @property
-    def busiest_thread_s(self) -> float:
-        """Of a rank, the thread that computes."""
-        return max(self.threads_s.values())
+    def busiest_s(self, threads: int = 1) -> float:
+        """Seconds of so many threads: of a rank, those that compute."""
+        return sum(sorted(self.threads_s.values())[-threads:])
 
 
 def _threads_s(pid: int) -> dict[int, float]:
