@@ -141,7 +141,8 @@ def _answers(
 
 def _row(point: Point | None, answers: dict[Point, list[Tally]], bound: float) -> dict[str, Any]:
     if point is None:
-        return {"strategy": "exact", "levels": None, "ratio": 0.0, "questions": 0, "kept": True}
+        nothing = {"questions": 0, "lost": 0, "low": 0.0, "high": 0.0, "kept": True}
+        return {"strategy": "exact", "levels": None, "ratio": 0.0, **nothing}
     worst = max(answers[point], key=lambda it: it.interval)
     low, high = worst.interval
     return {
