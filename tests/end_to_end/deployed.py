@@ -265,6 +265,17 @@ def name_of(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
+def slowdown() -> float:
+    """How much longer things take here than they would if nobody else used the processors: for an
+    interpreter that loads torch, as each rank does, its time over its processor time. 1 at least;
+    to be asked while the server has nothing to do, whose own use of the processors is no excuse."""
+    before, began = os.times(), time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=4 * DEADLINE_S)
+    took_s, after = time.monotonic() - began, os.times()
+    used_s = sum(after[2:4]) - sum(before[2:4])
+    return max(1.0, took_s / used_s)
+
+
 async def _all_stats(addresses: list[tuple[str, int]]) -> list[RankStats]:
     return await asyncio.gather(*(_stats(host, port) for host, port in addresses))
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from deployed import DEADLINE_S, POLL_S, Deployed, deployed
+from deployed import DEADLINE_S, POLL_S, Deployed, deployed, slowdown
 from talks import Talk, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 
@@ -105,17 +102,6 @@ async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
             for task in reading:
                 task.cancel()
             await asyncio.gather(*reading, return_exceptions=True)
-
-
-def slowdown() -> float:
-    """How much longer things take here than they would if nobody else used the processors: for an
-    interpreter that loads torch, as each rank does, its time over its processor time. 1 at least;
-    to be asked while the server has nothing to do, whose own use of the processors is no excuse."""
-    before, began = os.times(), time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=4 * DEADLINE_S)
-    took_s, after = time.monotonic() - began, os.times()
-    used_s = sum(after[2:4]) - sum(before[2:4])
-    return max(1.0, took_s / used_s)
 
 
 def kill_and_wait(server: Deployed, rank: int) -> float:

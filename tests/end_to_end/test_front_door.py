@@ -11,7 +11,7 @@ from unittest import mock
 
 import httpx
 import pytest
-from deployed import Deployed, deployed, name_of
+from deployed import Deployed, deployed, name_of, slowdown
 from half_sent import HALF_SENT, IN_THE_BODY, IN_THE_HEADERS, outcome
 from tiny_checkpoints import make_checkpoint
 
@@ -21,7 +21,8 @@ from csps.services.launch.ray_head import session_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 HEALED_S = 8.0
-"""A front whose HAProxy has died answers again within this."""
+"""A front whose HAProxy has died answers again within this, on a machine that has nothing else to
+do (`slowdown`)."""
 DEADLINE_S = 60.0
 POLL_S = 0.05
 IMPATIENT = {VARIABLE: "1", "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "3"}
@@ -56,8 +57,10 @@ def test_a_killed_haproxy_is_replaced(server: Deployed) -> None:
     killed = time.monotonic()
     assert not answers(server)
     while not answers(server):
-        assert time.monotonic() - killed < HEALED_S
+        assert time.monotonic() - killed < DEADLINE_S, "the front does not come back"
         time.sleep(POLL_S)
+    healed_s = time.monotonic() - killed
+    assert healed_s < HEALED_S * (slower := slowdown()), f"{healed_s:.1f} s, others {slower:.1f} x"
 
 
 def router_port(server: Deployed) -> int:
