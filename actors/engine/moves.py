@@ -132,6 +132,7 @@ class KvMover:
         self._transfers, self._phase = transfers, phase
         instance = group.job.group[group.member]
         self._staying = {it.rid: shares_of(it.placement, instance) for it in group.job.pieces}
+        self._sent = {it.rid for it in group.job.pieces if it.destinations}
         self._outgoing = [move for move in moves if move.source == group.member]
         self._incoming = [move for move in moves if move.target == group.member]
         self._under_way: tuple[int, Transfer, list[tuple[Move, Tensor]]] | None = None
@@ -205,8 +206,12 @@ class KvMover:
 
     def release_sources(self) -> None:
         """Free what now lies elsewhere. What is still being sent to a decode gang stays in its
-        slots, which are pinned (`Delivery.pin`), and nobody's afterwards."""
+        slots, which are pinned (`Delivery.pin`), and nobody's afterwards. Other rows that are
+        computed here have none, and those that the row's own move may have taken here meanwhile,
+        as its KV has landed, are not the step's."""
         for move in self._outgoing:
+            if move.rows is not None and move.rid not in self._sent:
+                continue
             for span in rest_of(move.span, self._staying[move.rid]):
                 self._pool.slots.free_span(move.rid, span)
 

@@ -32,6 +32,7 @@ from property_examples import examples
 from riders import reserve_riding, ride
 from torch import Tensor
 
+from csps.actors.engine.moves import KvMover
 from csps.actors.process_group import GroupMaker
 from csps.kernels import cpu_decode
 from csps.kernels.decode_attention import SlotRuns
@@ -88,6 +89,33 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
         await cell.prefilled(cell.submit(job, request.prompt))
         assert runs_of_calls == [1, 1, 1]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
+
+
+async def test_a_step_that_ends_leaves_alone_what_a_move_has_taken(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows are kept by another instance than computed them, their KV may be on its way back
+    before the step is over at those who computed them."""
+    release = KvMover.release_sources
+
+    def late(mover: KvMover) -> None:
+        if mover._phase == "placing" and mover._group.member == 2:
+            mover._pool.slots.allocate(1, [Span(2, 48, 3)])
+        release(mover)
+
+    monkeypatch.setattr(KvMover, "release_sources", late)
+    async with elastic_cell(tiny_llama, 3) as cell:
+        request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
+        await cell.reserve(request)
+        piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
+        job = job_of([piece], [0, 1, 2], strategy="ring_kv")
+        await cell.prefilled(cell.submit(job, request.prompt))
+        slots = [rank.engine.pool.slots for rank in cell.prefill_gang.ranks]
+        assert slots[0].tokens(1) == 0
+        assert slots[2].tokens(1) == 16
+        cell.cancel(1)
+        await cell.freed(1)
+        cell.check_idle()
 
 
 async def test_a_stream_goes_on_beside_a_long_step(tiny_llama: Path) -> None:
