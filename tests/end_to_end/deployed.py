@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import httpx
@@ -22,7 +22,7 @@ from free_ports import free_port
 
 from csps.cli import main
 from csps.protocols.errors import FaultError
-from csps.protocols.messages import RankStats
+from csps.protocols.messages import RankDescription, RankStats
 from csps.protocols.rpc_client import RpcClient
 from csps.protocols.schema import unpack
 from csps.services.launch import ray_head
@@ -39,6 +39,8 @@ POLL_S = 0.05
 MODEL = "tiny"
 CONFIG = "config.yaml"
 LISTENS = "0A"
+
+T = TypeVar("T")
 
 _VIEW_GANGS = """
 import dataclasses, json, sys
@@ -115,6 +117,18 @@ class Deployed:
         """The running processes of a deployment."""
         return {replica["pid"] for replica in self.replicas(deployment)}
 
+    def rank_pids(self) -> dict[int, int]:
+        """The processes of a server's only gang, by their ranks."""
+        described = _answers(self.registry.rank_addresses(), "describe", RankDescription)
+        return {it.rank: it.pid for it in described}
+
+    def kv_used(self, besides: int) -> dict[int, int]:
+        """Slots that are taken on each rank of a server's only gang but one, which may stand
+        still."""
+        addresses = self.registry.rank_addresses()
+        del addresses[besides]
+        return {it.rank: it.kv_used for it in _answers(addresses, "stats", RankStats)}
+
     def kill_replica(self, deployment: str, index: int = -1) -> None:
         """SIGKILL one process of a deployment, as soon as Serve knows of one that lives."""
         deadline = time.monotonic() + DEADLINE_S
@@ -181,7 +195,7 @@ class Deployed:
         """Ranks that hold something when the deadline is over; none as soon as all are free."""
         addresses = self.registry.rank_addresses()
         while True:
-            stats = asyncio.run(_all_stats(addresses))
+            stats = _answers(addresses, "stats", RankStats)
             held = [it for it in stats if it.kv_used or it.requests or it.running or it.waiting]
             if not held or time.monotonic() > deadline:
                 return held
@@ -276,15 +290,19 @@ def slowdown() -> float:
     return max(1.0, took_s / used_s)
 
 
-async def _all_stats(addresses: list[tuple[str, int]]) -> list[RankStats]:
-    return await asyncio.gather(*(_stats(host, port) for host, port in addresses))
+def _answers(addresses: Sequence[tuple[str, int]], method: str, of: type[T]) -> list[T]:
+    """Of ranks, in their order."""
 
+    async def ask(host: str, port: int) -> T:
+        client = await RpcClient.connect(
+            host, port, secret=SECRET.encode(), name="test", deadline_s=RPC_DEADLINE_S
+        )
+        try:
+            return unpack(of, await client.call(method, deadline_s=RPC_DEADLINE_S))
+        finally:
+            await client.close()
 
-async def _stats(host: str, port: int) -> RankStats:
-    client = await RpcClient.connect(
-        host, port, secret=SECRET.encode(), name="test", deadline_s=RPC_DEADLINE_S
-    )
-    try:
-        return unpack(RankStats, await client.call("stats", deadline_s=RPC_DEADLINE_S))
-    finally:
-        await client.close()
+    async def ask_all() -> list[T]:
+        return await asyncio.gather(*(ask(host, port) for host, port in addresses))
+
+    return asyncio.run(ask_all())
