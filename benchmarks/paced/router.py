@@ -76,7 +76,7 @@ async def serve(
     metrics.watch(service)
     api = Api(
         parser=RequestParser(settings),
-        engine=service,
+        service=service,
         keys=ApiKeys([]),
         metrics=metrics,
         max_body_bytes=settings.max_body_bytes,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deployed import stop_left
+from deployed_server import stop_left
 from free_ports import free_port
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from deployed import DEADLINE_S, MODEL, Deployed
+from deployed_server import DEADLINE_S, MODEL, Deployed
 
 TIE = 1e-4
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from measured_rows import accuracy_row, add_times
 from tiny_checkpoints import make_checkpoint, random_tokens
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
-from deployed import DEADLINE_S, POLL_S, Deployed, deployed, slowdown
+from deployed_server import DEADLINE_S, POLL_S, Deployed, deployed, slowdown
 from talks import Talk, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import httpx
 import pytest
-from deployed import Deployed, deployed, name_of, slowdown
+from deployed_server import Deployed, deployed, name_of, slowdown
 from half_sent import HALF_SENT, IN_THE_BODY, IN_THE_HEADERS, outcome
 from tiny_checkpoints import make_checkpoint
 

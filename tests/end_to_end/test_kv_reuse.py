@@ -9,7 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from deployed import DEADLINE_S, MODEL, Deployed, deployed
+from deployed_server import DEADLINE_S, MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.models.tokenizer import Tokenizer

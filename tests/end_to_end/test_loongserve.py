@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from talks import Talk, check_same, client_of
 from tiny_checkpoints import make_checkpoint, random_tokens
 

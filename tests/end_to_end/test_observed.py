@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from deployed import MODEL, Deployed, deployed
+from deployed_server import MODEL, Deployed, deployed
 from documented_commands import arguments, documented
 from free_ports import free_port
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from deployed import MODEL, Deployed, deployed
+from deployed_server import MODEL, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

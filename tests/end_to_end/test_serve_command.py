@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from deployed import SECRET, commands_in
+from deployed_server import SECRET, commands_in
 from free_ports import free_port
 
 from csps.cli import main

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from deployed import MODEL, Deployed, commands_in, replaced
+from deployed_server import MODEL, Deployed, commands_in, replaced
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.cli import main

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from deployed import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
+from deployed_server import DEADLINE_S, MODEL, POLL_S, Deployed, deployed
 from tiny_checkpoints import make_checkpoint, random_tokens, reference_tokens
 
 from csps.actors.timeline_export import PHASE, RANK

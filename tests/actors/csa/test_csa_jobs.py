@@ -146,6 +146,7 @@ async def test_urgent_jobs_of_one_rank_run_inside_a_layer(
 
 
 async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path) -> None:
+    before = set(threading.enumerate())
     request = Request(rid=1, prompt=prompt_of(400), shares=even_shares(400, [0]))
     async with thread_cell(tiny_llama, prefill=4, decode=1) as cell:
         cell.failures_expected = True
@@ -153,7 +154,7 @@ async def test_a_cancelled_job_leaves_neither_slots_nor_threads(tiny_llama: Path
         cell.cancel(1)
         await cell.prefilled(*cell.jobs)
         await cell.idle()
-    waiting = [t for t in threading.enumerate() if t.name == "waiting"]
-    for thread in waiting:
+    waiting = {thread for thread in threading.enumerate() if thread.name == "waiting"}
+    for thread in waiting - before:
         thread.join(60)
         assert not thread.is_alive()
