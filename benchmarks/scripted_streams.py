@@ -27,7 +27,7 @@ class ScriptedService:
 
     ready = True
     trouble = ""
-    capacity = None
+    fit = None
 
     def __init__(self, script: list[int], *, rate: float, streams: int) -> None:
         self._script = script
