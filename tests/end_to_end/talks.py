@@ -49,6 +49,9 @@ class Talk:
                 self.told["tokens"] += of.tokens or []
                 self.told["top_logprobs"] += of.top_logprobs or []
             self.news.set()
+            # What came at once is all read before the loop does anything else, which takes seconds
+            # on a busy machine: a server hangs up on others that connect and then say nothing.
+            await asyncio.sleep(0)
 
     @property
     def tokens(self) -> int:

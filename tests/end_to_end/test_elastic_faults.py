@@ -100,10 +100,15 @@ async def scene(server: Deployed, event: str) -> AsyncIterator[Scene]:
         async def ask_and_launch(prompt: list[int], max_tokens: int) -> None:
             """And wait until its prompt is being computed."""
             launched = server.gauge("request_queue_time_seconds_count")
-            await ask(prompt, max_tokens, 0)
-            await asyncio.to_thread(
-                server.wait_gauge, "request_queue_time_seconds_count", launched + 1
+            talk = await ask(prompt, max_tokens, 0)
+            launching = asyncio.create_task(
+                asyncio.to_thread(
+                    server.wait_gauge, "request_queue_time_seconds_count", launched + 1
+                )
             )
+            await asyncio.wait({launching, here.reading[-1]}, return_when=asyncio.FIRST_COMPLETED)
+            assert not talk.over, f"it is answered too early: {talk.over!r}"
+            await launching
 
         try:
             if event == "scale_down":
