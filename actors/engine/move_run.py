@@ -96,12 +96,14 @@ class MoveRun:
 
     def take_slots(self) -> bool:
         """Take the slots of what comes here: all or none, and whether it has them. Those of a row
-        that has left are somebody else's already; the log is about to drop its move."""
-        if not self._wanted():
-            return False
+        that has left are somebody else's already; the log is about to drop its move. What the
+        row's step is about to move away may be what this moves back."""
+        slots, rid = self._engine.pool.slots, self.message.rid
         spans = self._spans(target=self._engine.instance)
+        if not self._wanted() or any(slots.runs(rid, span) for span in spans):
+            return False
         try:
-            self._engine.pool.slots.allocate(self.message.rid, spans)
+            slots.allocate(rid, spans)
         except OutOfSlots:
             return False
         self._took_slots = True

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gang_cell import (
+    ANSWER_S,
     LAYOUTS,
     Cell,
     Request,
@@ -31,8 +34,10 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from csps.actors.engine import move_run
+from csps.actors.engine.moves import KvMover
 from csps.actors.process_group import GroupMaker
 from csps.protocols import schema
+from csps.protocols.messages import Keep, Release
 from csps.protocols.placement import KvShare, round_robin
 from csps.protocols.row_move import MoveRow, RowMoved, RowPlacement
 from csps.protocols.sampling import Sampling
@@ -219,6 +224,40 @@ async def test_a_move_that_waits_for_slots_takes_none_when_its_row_has_left(
         assert pool.slots.used == 0
         cell.decode.notify(0, "move", message)
         await eventually(lambda: loop.waiting == 0)
+        cell.check_idle()
+
+
+async def test_history_comes_back_when_the_step_that_moved_it_away_is_over(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row decodes elsewhere already, while the step has not ended where it lay."""
+    over, release = threading.Event(), KvMover.release_sources
+
+    def late(mover: KvMover) -> None:
+        if any(move.rows is None for move in mover._outgoing):
+            assert over.wait(ANSWER_S), "nobody let the step end"
+        release(mover)
+
+    monkeypatch.setattr(KvMover, "release_sources", late)
+    async with elastic_cell(tiny_llama, 2) as cell:
+        first = replace(talking(1, 40, 4, 0), stays=True)
+        await decode(cell, first)
+        await cell.until(lambda: cell.finished(1))
+        await cell.keep(cell.decode, Keep(rid=1, spans=(Span(0, 40),)))
+        request = replace(talking(2, 50, LASTING, 1), prompt=np.append(first.prompt, prompt_of(10)))
+        await cell.reserve(request)
+        history = (KvShare(instance=0, span=Span(0, 40), origin=1),)
+        job = job_of([request.piece(40, history=history)], [0, 1], [0, 0, 10])
+        cell.submit(job, request.prompt[40:])
+        await cell.join(request)
+        cell.move(request, placed(request), on(request, 0))
+        rank = cell.prefill_gang.ranks[0]
+        await eventually(lambda: rank.loop.waiting == 1)
+        assert rank.engine.pool.slots.tokens(2) == 40
+        over.set()
+        await cell.told(2, RowMoved, rid=2)
+        await check_first(cell, tiny_llama, request, len(cell.tokens(2)) + 5)
+        assert await cell.keep(cell.decode, Release(rid=1)) == 0
         cell.check_idle()
 
 
