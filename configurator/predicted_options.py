@@ -82,9 +82,10 @@ class PredictedOptions:
         return (*rings, *choices)
 
     def _unseen(self, tokens: int) -> str:
-        """Behind the reason for what drops tokens of prompts longer than any that was measured."""
+        """Behind the reason for what drops tokens, where prompts of the bucket are longer than any
+        that was measured."""
         longest = self.accuracy.longest
-        if tokens <= longest:
+        if bucket_ends(tokens)[1] <= longest:
             return ""
         return f", as far as prompts of {longest} tokens tell, the longest that were measured"
 
