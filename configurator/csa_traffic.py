@@ -59,15 +59,6 @@ def levels_traffic(shape: AttentionShape, group: GroupShape, tokens: int) -> Tra
     return csa_traffic(shape, plan, tp=group.tp, spts=spts)
 
 
-def csa_layer_traffic(
-    shape: AttentionShape, plan: CsaPlan, *, tp: int, spts: Sequence[int], layer: int
-) -> Traffic:
-    """In a certain layer, which is not the last."""
-    drops, judges, _ = _content(shape, plan, layer)
-    dropping = layer if drops else None
-    return _layer(shape, plan, tp=tp, spts=spts, dropping=dropping, judges=judges)
-
-
 def _content(shape: AttentionShape, plan: CsaPlan, layer: int) -> tuple[bool, bool, int]:
     """What a layer's traffic depends on: whether it drops, whether it judges, for the next one or
     for itself, and the first layer of those with its ratios."""

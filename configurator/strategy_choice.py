@@ -1,18 +1,12 @@
 """SP-NTP or SP-TP: which moves less (CSPS §3.2.2, App. A).
 
-Three formulas, each of which says what it counts:
-
-- `paper_prefers_ntp` is App. A to the letter: attention only, as many KV heads as query heads. Its
-  text has SP-NTP always win at N = 2, its inequality never.
-- `attention_prefers_ntp` is App. A for grouped-query attention. Keys and values, and their weights,
-  are kappa = KV heads / query heads as large as queries.
-- `exact_options` and `sparse_options` count what this engine sends with each strategy that it can
-  run, and `least` chooses between them. Where App. A has one SP-NTP the engine has two on a
-  tensor-parallel deployment: with the heads split over an instance's ranks as its weights are, and
-  with gathered weights, which is the paper's. Besides attention both count what the MLP, whose
-  weights stay sharded, makes of it: an instance's ranks all need the instance's rows. With split
-  heads they have them, but must sum the output projection; with gathered weights they must gather
-  them. App. A leaves that out; in SP-TP it is a part of the gather that is counted anyway.
+`exact_options` and `sparse_options` count what this engine sends with each strategy that it can
+run, and `least` chooses between them. Where App. A has one SP-NTP the engine has two on a
+tensor-parallel deployment: with the heads split over an instance's ranks as its weights are, and
+with gathered weights, which is the paper's. Besides attention both count what the MLP, whose
+weights stay sharded, makes of it: an instance's ranks all need the instance's rows. With split
+heads they have them, but must sum the output projection; with gathered weights they must gather
+them. App. A leaves that out; in SP-TP it is a part of the gather that is counted anyway.
 """
 
 from __future__ import annotations
@@ -42,19 +36,6 @@ two-servers-2026-11-21.md, `sp_ntp/exact`, pipelined against not)."""
 
 ROUNDING = 1e-9
 """Costs that differ by less, relatively, are equal."""
-
-
-def paper_prefers_ntp(*, hidden: int, tokens: int, ranks: int) -> bool:
-    """(4d² + 4Ld/N)(N-1) < 2Ld(N-1), that is d/L < (1 - 2/N)/2."""
-    # Both sides times L N / d: whole numbers, so that the threshold itself is exact.
-    return 2 * hidden * ranks < tokens * (ranks - 2)
-
-
-def attention_prefers_ntp(
-    *, hidden: int, tokens: int, ranks: int, heads: int, kv_heads: int
-) -> bool:
-    """(1 + kappa)(d + L/N) < L: weights and both all-to-alls against gather and scatter."""
-    return (heads + kv_heads) * (hidden * ranks + tokens) < tokens * ranks * heads
 
 
 def exact_options(

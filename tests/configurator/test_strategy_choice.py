@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from uniform_plan import uniform_plan
 
@@ -11,10 +11,8 @@ from csps.configurator.shapes import AttentionShape
 from csps.configurator.strategy_choice import (
     LEVELS_LINK_RATIO,
     Strategy,
-    attention_prefers_ntp,
     exact_options,
     least,
-    paper_prefers_ntp,
     sparse_options,
 )
 from csps.configurator.traffic import Traffic, gathered_weights_traffic, sp_tp_traffic
@@ -33,48 +31,33 @@ def chosen(
     return least(exact_options(shape, group, tokens), link_ratio=link_ratio)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "ranks", "threshold"),
-    [(16384, 3, 98_304), (4096, 4, 16_384), (4096, 8, 4096 * 16 // 6)],
+@given(
+    dim=st.integers(1, 1024),
+    tokens=st.integers(1, 10**6),
+    ranks=st.integers(2, 64),
+    grouped=st.sampled_from([1, 2, 4, 8]),
 )
-def test_papers_threshold(hidden: int, ranks: int, threshold: int) -> None:
-    """L > 2 d N / (N - 2); the paper's own example is 96K tokens."""
-    assert not paper_prefers_ntp(hidden=hidden, tokens=threshold, ranks=ranks)
-    assert paper_prefers_ntp(hidden=hidden, tokens=threshold + 1, ranks=ranks)
-
-
-@given(hidden=st.integers(1, 20_000), tokens=st.integers(1, 10**7))
-def test_two_ranks_never_prefer_ntp_by_the_papers_inequality(hidden: int, tokens: int) -> None:
-    assert not paper_prefers_ntp(hidden=hidden, tokens=tokens, ranks=2)
-
-
-@given(hidden=st.integers(1, 20_000), tokens=st.integers(1, 10**7), ranks=st.integers(2, 64))
-def test_papers_inequality_is_its_own_sums(hidden: int, tokens: int, ranks: int) -> None:
-    n, d, length = ranks, hidden, tokens
-    ntp = 4 * d * d * (n - 1) * n + 4 * length * d * (n - 1)  # both times N
-    assert paper_prefers_ntp(hidden=d, tokens=length, ranks=n) == (
-        ntp < 2 * length * d * (n - 1) * n
+@example(dim=1024, tokens=16_384, ranks=4, grouped=1)  # d = 4096: L > 2 d N / (N - 2)
+@example(dim=1024, tokens=16_385, ranks=4, grouped=1)
+@example(dim=256, tokens=7447, ranks=4, grouped=4)  # kappa = 1/4: L > 7447.27
+@example(dim=256, tokens=7448, ranks=4, grouped=4)
+def test_attention_alone_prefers_ntp_by_the_papers_inequality(
+    dim: int, tokens: int, ranks: int, grouped: int
+) -> None:
+    """App. A: (1 + kappa) (d + L/N) < L, which without grouped queries is d/L < (1 - 2/N)/2; kappa
+    is KV heads over query heads. The paper counts all rows of SP-TP's gather as attention's, and of
+    gathered weights none for the MLP."""
+    heads, kv_heads = ranks * grouped, ranks
+    shape = AttentionShape(
+        hidden=heads * dim, heads=heads, kv_heads=kv_heads, head_dim=dim, layers=2
     )
-
-
-@given(hidden=st.integers(1, 20_000), tokens=st.integers(1, 10**7), ranks=st.integers(2, 64))
-def test_without_grouping_it_is_the_papers(hidden: int, tokens: int, ranks: int) -> None:
-    ours = attention_prefers_ntp(hidden=hidden, tokens=tokens, ranks=ranks, heads=8, kv_heads=8)
-    assert ours == paper_prefers_ntp(hidden=hidden, tokens=tokens, ranks=ranks)
-
-
-def test_threshold_with_grouped_queries() -> None:
-    """kappa = 1/4: L (1 - 1.25/N) > 1.25 d; at N = 4 and d = 4096 L > 7447.27."""
-    sizes = {"hidden": 4096, "ranks": 4, "heads": 32, "kv_heads": 8}
-    assert not attention_prefers_ntp(tokens=7447, **sizes)
-    assert attention_prefers_ntp(tokens=7448, **sizes)
-
-
-def test_two_ranks_with_few_kv_heads_may_prefer_ntp() -> None:
-    """kappa = 1/8, N = 2: L (1 - 1.125/2) > 1.125 d."""
-    sizes = {"hidden": 7, "ranks": 2, "heads": 8, "kv_heads": 1}
-    assert not attention_prefers_ntp(tokens=18, **sizes)  # 18 * 0.4375 = 1.125 * 7
-    assert attention_prefers_ntp(tokens=19, **sizes)
+    group = GroupShape((1,), tp=ranks)
+    for_the_mlp = tokens * shape.hidden * (ranks - 1)
+    ntp = round(gathered_weights_traffic(shape, group, tokens).inside) - for_the_mlp
+    tp = round(sp_tp_traffic(shape, group, tokens).inside)
+    left = (grouped + 1) * (shape.hidden * ranks + tokens)
+    right = tokens * ranks * grouped
+    assert (ntp < tp) == (left < right)
 
 
 @pytest.mark.parametrize(

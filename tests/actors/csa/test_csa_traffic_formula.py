@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from property_examples import examples
 from rank_world import RankWorld
 from uniform_plan import uniform_plan
 
-from csps.configurator.csa_traffic import csa_layer_traffic, csa_traffic
+from csps.configurator.csa_traffic import _content, _layer, csa_traffic
 from csps.configurator.shapes import AttentionShape
 from csps.configurator.traffic import Traffic
 from csps.protocols.csa import ALL_QUERIES, CsaPlan
@@ -51,6 +52,13 @@ def shape_of(case: CsaCase) -> AttentionShape:
     )
 
 
+def layer_traffic(shape: AttentionShape, plan: CsaPlan, spts: Sequence[int], layer: int) -> Traffic:
+    """In a certain layer, which is not the last."""
+    drops, judges, _ = _content(shape, plan, layer)
+    dropping = layer if drops else None
+    return _layer(shape, plan, tp=1, spts=spts, dropping=dropping, judges=judges)
+
+
 def spts_of(case: CsaCase) -> list[int]:
     return [stop - start for start, stop in pairwise(case.bounds)]
 
@@ -74,10 +82,7 @@ def measured(world: RankWorld, case: CsaCase) -> Traffic:
 @given(case=one_prompt())
 def test_counts_what_the_ranks_send(world: RankWorld, case: CsaCase) -> None:
     shape, spts = shape_of(case), spts_of(case)
-    by_layer = [
-        csa_layer_traffic(shape, case.plan, tp=1, spts=spts, layer=layer)
-        for layer in range(case.layers - 1)
-    ]
+    by_layer = [layer_traffic(shape, case.plan, spts, layer) for layer in range(case.layers - 1)]
     total = sum(by_layer, Traffic())
     assert total == measured(world, case)
     mean = csa_traffic(shape, case.plan, tp=1, spts=spts) * len(by_layer)
@@ -97,8 +102,8 @@ OUTPUTS = 1024 * 8 * 65
 
 def test_levels_halve_what_goes_between_two_servers() -> None:
     """Three levels: keys one way, queries the other and outputs back. One: everything both ways."""
-    three = csa_layer_traffic(SHAPE, two_by_two(), tp=1, spts=SPTS, layer=0)
-    one = csa_layer_traffic(SHAPE, two_by_two(levels=1), tp=1, spts=SPTS, layer=0)
+    three = layer_traffic(SHAPE, two_by_two(), SPTS, 0)
+    one = layer_traffic(SHAPE, two_by_two(levels=1), SPTS, 0)
     assert three.between == KEYS + QUERIES + OUTPUTS
     assert one.between == 2 * three.between
 
@@ -106,7 +111,7 @@ def test_levels_halve_what_goes_between_two_servers() -> None:
 def test_a_ratio_is_seen_where_it_drops() -> None:
     """p = 1/2 at level 2 keeps a quarter at level 3, besides sinks and tail; importance before."""
     plan = two_by_two(0.5)
-    first, middle = (csa_layer_traffic(SHAPE, plan, tp=1, spts=SPTS, layer=i) for i in (0, 2))
+    first, middle = (layer_traffic(SHAPE, plan, SPTS, i) for i in (0, 2))
     window = plan.importance_window * SHAPE.heads
     assert first.between == KEYS + QUERIES + OUTPUTS + window * (2 * 64 + 2 * 4)
     assert middle.between == pytest.approx((KEYS + QUERIES + OUTPUTS) / 4, rel=0.01)
