@@ -24,7 +24,7 @@ from typing import Any
 import report
 import torch
 import yaml
-from configurator import shipped, trained
+from configurator_oracle import shipped, trained
 
 from csps.configurator.enumeration import Judging
 from csps.configurator.pipeline.cases import SimulatedGroup

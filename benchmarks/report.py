@@ -13,6 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+Section = tuple[list[dict[str, Any]], dict[str, Any]]
+"""Rows of a part of a benchmark, and what else belongs into its result."""
+
 
 def with_json_option(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--json FILE`."""

@@ -66,6 +66,17 @@ async def test_kv_is_adopted_where_it_was_computed(tiny_llama: Path) -> None:
         cell.check_idle()
 
 
+async def _striped_and_kept_by_one(cell: ThreadCell) -> Request:
+    """A prompt that three instances compute in a ring, and the second keeps; its first token is
+    there."""
+    request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
+    await cell.reserve(request)
+    piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
+    job = job_of([piece], [0, 1, 2], strategy="ring_kv")
+    await cell.prefilled(cell.submit(job, request.prompt))
+    return request
+
+
 async def test_the_first_token_sees_rows_where_they_were_computed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,11 +93,7 @@ async def test_the_first_token_sees_rows_where_they_were_computed(
 
     monkeypatch.setattr(cpu_decode, "decode_attention", counted)
     async with elastic_cell(tiny_llama, 3) as cell:
-        request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
-        await cell.reserve(request)
-        piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
-        job = job_of([piece], [0, 1, 2], strategy="ring_kv")
-        await cell.prefilled(cell.submit(job, request.prompt))
+        request = await _striped_and_kept_by_one(cell)
         assert runs_of_calls == [1, 1, 1]
         assert await cell.answer(request) == [greedy_tokens(tiny_llama, request.prompt.tolist(), 6)]
 
@@ -105,11 +112,7 @@ async def test_a_step_that_ends_leaves_alone_what_a_move_has_taken(
 
     monkeypatch.setattr(KvMover, "release_sources", late)
     async with elastic_cell(tiny_llama, 3) as cell:
-        request = Request(rid=1, prompt=prompt_of(48), shares=even_shares(48, [1]), master=1)
-        await cell.reserve(request)
-        piece = request.piece(rows=laid_out("striped", 0, 48, [0, 1, 2]))
-        job = job_of([piece], [0, 1, 2], strategy="ring_kv")
-        await cell.prefilled(cell.submit(job, request.prompt))
+        await _striped_and_kept_by_one(cell)
         slots = [rank.engine.pool.slots for rank in cell.prefill_gang.ranks]
         assert slots[0].tokens(1) == 0
         assert slots[2].tokens(1) == 16

@@ -1,0 +1,161 @@
+"""What the configurator answers against an exhaustive search: `configurator.py oracle`.
+
+Regressors learn from the lengths of `csps train` and are asked for those of the cost
+table's buckets, between them, and for bounds that they have not seen; times are the pipeline
+simulator's. `worse` is the answer's time over the best that an exhaustive search of the same space
+has found, less one, for least TTFT; for least loss it is the difference of the losses. Losses are
+what ships of the included model, or planted: growing with what is dropped, so that bounds bind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from report import Section
+
+from csps.configurator.answering import Answerer, answered_space, exact_seconds
+from csps.configurator.bound_buckets import LOSSES
+from csps.configurator.enumeration import Loss
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.regressors.accuracy import AccuracyModel
+from csps.configurator.regressors.direct import fingerprint, train_direct
+from csps.configurator.regressors.pairs import eligible_pairs
+from csps.configurator.regressors.shipped_accuracy import shipped_accuracy
+from csps.configurator.regressors.training_set import direct_samples, simulated
+from csps.configurator.search import Answer, Found, Question, chosen, exhaustive
+from csps.loadgen.planner.hardware_file import load_group
+from csps.models.weights_digest import weights_digest
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.plans import (
+    Objective,
+    ObjectiveKind,
+)
+from csps.protocols.topology import Topology
+from csps.services.launch.settings import shipped_models
+from csps.services.profiling.option_source import KINDS
+
+LEARNED = tuple(1 << exponent for exponent in range(10, 18))
+ASKED = tuple(3 << exponent >> 1 for exponent in range(10, 17))
+"""Lengths of the cost table's buckets."""
+HELD_OUT_LOSSES = (0.003, 0.015, 0.03, 0.07)
+HELD_OUT_TIMES = (0.45, 0.65, 0.85, 1.2)
+
+
+def oracle(arguments: argparse.Namespace) -> Section:
+    """Answers to held-out questions beside the Oracle's."""
+    accuracy = Planted() if arguments.planted else shipped()
+    groups = [load_group(arguments.cluster, instances=it) for it in arguments.instances]
+    answerer = trained(groups, accuracy)
+    rows = []
+    for group in groups:
+        for tokens in arguments.lengths or ASKED:
+            loss = _loss(accuracy, group, tokens)
+            whatever = Question(
+                group=group, tokens=tokens, objective=Objective(max_accuracy_loss=1.0)
+            )
+            everything = exhaustive(whatever, answerer.space, loss)
+            found = [everything.best, *everything.runners_up]
+            rows += [_compared(answerer, it, loss, found) for it in _held_out(group, tokens)]
+    losses = "planted" if arguments.planted else "shipped"
+    return rows, {"losses": losses, "summary": [_summary(rows, kind) for kind in KINDS]}
+
+
+class Planted:
+    """In the place of F_Ad."""
+
+    def of_group(self, locations: Sequence[str], *, layers: int, tokens: int) -> Loss:
+        """The layer before judges worse."""
+        share = eligible_pairs(locations, len(Topology.of(locations).granularities))
+
+        def loss(settings: CsaSettings) -> float:
+            if settings.lossless:
+                return 0.0
+            worse = 1.0 if settings.importance_layer == "same" else 4.0
+            return min(1.0, 0.3 * worse * share * max(map(max, settings.drop_ratios)) ** 3)
+
+        return lambda configurations: list(map(loss, configurations))
+
+
+def shipped() -> AccuracyModel:
+    """F_Ad of the included model."""
+    found = shipped_accuracy(weights_digest(shipped_models() / "needle"))
+    assert found is not None, "nothing ships of the included model"
+    return found
+
+
+def trained(groups: Sequence[SimulatedGroup], accuracy: AccuracyModel | Planted) -> Answerer:
+    """What answers for groups of these kinds."""
+    space = answered_space(groups[0].shape.layers)
+    prompts = [
+        simulated(group, tokens, space, _loss(accuracy, group, tokens))
+        for group in groups
+        for tokens in LEARNED
+    ]
+    models = {}
+    for kind in KINDS:
+        samples = direct_samples(prompts, kind, space)
+        models[kind] = train_direct(kind, samples, {}, training_set=fingerprint(samples))
+    return Answerer(space=space, models=models)
+
+
+def _held_out(group: SimulatedGroup, tokens: int) -> Iterator[Question]:
+    exact_ms = 1000 * exact_seconds(group, tokens)
+    for bound in HELD_OUT_LOSSES:
+        objective = Objective(max_accuracy_loss=bound)
+        yield Question(group=group, tokens=tokens, objective=objective)
+    for share in HELD_OUT_TIMES:
+        objective = Objective(
+            kind="accuracy", max_ttft_ms=share * exact_ms, max_accuracy_loss=LOSSES[-1]
+        )
+        yield Question(group=group, tokens=tokens, objective=objective)
+
+
+def _compared(
+    answerer: Answerer, question: Question, loss: Loss, everything: Sequence[Found]
+) -> dict[str, Any]:
+    begin = time.process_time()
+    answer = answerer.answer(question, loss)
+    took_s = time.process_time() - begin
+    best = chosen(question, everything)
+    return {
+        "instances": question.group.members,
+        "tokens": question.tokens,
+        "objective": question.objective.kind,
+        "bound": question.objective.max_ttft_ms or question.most_loss,
+        "met": answer.met,
+        "oracle_met": best.met,
+        "worse": _worse(question.objective.kind, answer, best),
+        "compared": answer.compared,
+        "of": best.compared,
+        "cpu_s": took_s,
+    }
+
+
+def _worse(kind: ObjectiveKind, answer: Answer, best: Answer) -> float | None:
+    if not (answer.met and best.met):
+        return None
+    if kind == "ttft":
+        return answer.best.seconds / best.best.seconds - 1
+    return answer.best.loss - best.best.loss
+
+
+def _summary(rows: Sequence[dict[str, Any]], kind: ObjectiveKind) -> dict[str, Any]:
+    of_kind = [it for it in rows if it["objective"] == kind]
+    worse = [it["worse"] for it in of_kind if it["worse"] is not None]
+    return {
+        "objective": kind,
+        "questions": len(of_kind),
+        "met_as_the_oracle": sum(it["met"] == it["oracle_met"] for it in of_kind) / len(of_kind),
+        "worse_median": statistics.median(worse),
+        "worse_p95": float(np.quantile(worse, 0.95)),
+        "cpu_s_median": statistics.median(it["cpu_s"] for it in of_kind),
+    }
+
+
+def _loss(accuracy: AccuracyModel | Planted, group: SimulatedGroup, tokens: int) -> Loss:
+    return accuracy.of_group(group.locations, layers=group.shape.layers, tokens=tokens)

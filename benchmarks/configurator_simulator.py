@@ -1,0 +1,269 @@
+"""The pipeline simulator against the testbed: `configurator.py simulator`.
+
+Configurations drawn at random, exact and sparse, SP-NTP and SP-TP, cut and not, on the
+two-server testbed (`benchmarks/testbed`); the median of the rounds over the predicted time. Phases
+are of `csps profile phases`, on one server, and what steps take of the cores besides is measured as
+there, but on the testbed, whose link costs more of them; steps of other lengths, cut otherwise: to
+none that is compared is anything fitted. `--measured` takes the times of an earlier run's rows and
+only predicts anew. `pipelined` compares each pipelined configuration with the same one that waits
+for every exchange, as measured and as predicted; `auto` compares what exact requests are given
+there with exact SP-NTP that is not cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from configurator_oracle import shipped
+from report import Section
+
+from csps.configurator.answering import Answerer, answered_space
+from csps.configurator.pipeline.cases import SimulatedGroup
+from csps.configurator.pipeline.prefill import WHOLE, prefill_seconds
+from csps.configurator.predicted_options import PredictedOptions
+from csps.configurator.profiles import fit_phases
+from csps.configurator.scaling_information_base import PhaseRow, ScalingInformationBase
+from csps.configurator.step_overheads import with_overheads
+from csps.loadgen.planner.hardware_file import load_group
+from csps.protocols.csa_settings import CsaSettings
+from csps.protocols.group_shape import GroupShape
+from csps.protocols.options import option_name, parse_option
+from csps.protocols.plans import (
+    ENGINE_NAMES,
+    EXACT,
+    LEVELS,
+    RINGS,
+    SPARSE,
+    StrategyChoice,
+    StrategyQuestion,
+)
+from csps.protocols.topology import Topology
+from csps.services.launch.settings import shipped_models
+from csps.services.profiling.overheads import ROUNDS, measure_steps
+from csps.services.profiling.steps import Work
+
+PROFILED = (1_024, 3_072, 12_288)
+"""Lengths of which it is measured what steps take of the testbed's cores: none that is drawn."""
+
+
+def simulator(arguments: argparse.Namespace) -> Section:
+    """Predicted and measured times of drawn configurations."""
+    group = load_group(arguments.cluster)
+    drawn = _drawn(group, arguments.configurations, arguments.lengths or (4_096, 8_192, 16_384))
+    chosen_s: dict[int, tuple[float, float]] = {}
+    if arguments.measured is None:
+        measured, chosen_s = _on_testbed(group, drawn, arguments)
+    else:
+        known = json.loads(arguments.measured.read_text())["rows"]
+        measured = [float(it["measured_s"]) for it in known]
+    group = _with_phases(group, arguments.sib)
+    rows = [
+        _row(group, settings, length, seconds)
+        for (settings, length), seconds in zip(drawn, measured, strict=True)
+    ]
+    errors = [abs(it["error"]) for it in rows]
+    summary = {
+        "configurations": len(rows),
+        "median_error": statistics.median(errors),
+        "p95_error": float(np.quantile(errors, 0.95)),
+        "pipelined": _pipelined(rows),
+        "auto": [
+            {
+                "tokens": tokens,
+                "option": choice.strategy,
+                "predicted": choice.permille / 1000,
+                "measured": chosen_s[tokens][0] / chosen_s[tokens][1] if chosen_s else None,
+            }
+            for tokens, choice in _auto(group, drawn).items()
+        ],
+    }
+    return rows, {"summary": summary, "rate": arguments.rate}
+
+
+def _auto(
+    group: SimulatedGroup, drawn: Sequence[tuple[CsaSettings, int]]
+) -> dict[int, StrategyChoice]:
+    """What exact requests without bounds are given, by length."""
+    shape = GroupShape.of(Topology.of(group.locations).locations, group.tp)
+    options = PredictedOptions(
+        answerer=Answerer(space=answered_space(group.shape.layers), models={}),
+        accuracy=shipped(),
+        group_of=lambda _servers, _tp: group,
+    )
+    usual = StrategyChoice(strategy=EXACT, reason="")
+    return {
+        tokens: options.exact(
+            StrategyQuestion(csa=None, servers=shape.servers, tp=group.tp, tokens=tokens), usual
+        )
+        for tokens in sorted({length for _, length in drawn})
+    }
+
+
+def _pipelined(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of pipelined times over those of the same configurations, not pipelined."""
+    pairs = [(one, two) for one, two in pairwise(rows) if one["micro"] != "-" == two["micro"]]
+    kinds = sorted({(it["strategy"], it["tokens"]) for it, _ in pairs})
+    return [
+        {"strategy": strategy, "tokens": tokens}
+        | {
+            which: statistics.median(
+                one[f"{which}_s"] / two[f"{which}_s"]
+                for one, two in pairs
+                if (one["strategy"], one["tokens"]) == (strategy, tokens)
+            )
+            for which in ("measured", "predicted")
+        }
+        for strategy, tokens in kinds
+    ]
+
+
+Measured = tuple[list[float], dict[int, tuple[float, float]]]
+"""Seconds of what was drawn; and by length of what `auto` takes, and of exact SP-NTP whole."""
+
+
+def _on_testbed(
+    group: SimulatedGroup,
+    drawn: Sequence[tuple[CsaSettings, int]],
+    arguments: argparse.Namespace,
+) -> Measured:
+    from testbed import iproute
+    from testbed.link import Link
+    from testbed.network import two_servers
+
+    iproute.require()
+    with two_servers(Link()) as bed, iproute.entered(bed.servers[0].namespace):
+        bed.set_rate(Link.parse(arguments.rate, "0ms").rate_bits)
+        return asyncio.run(_measured(bed, group, drawn, arguments))
+
+
+def _with_phases(group: SimulatedGroup, sib: Path) -> SimulatedGroup:
+    with _opened(sib) as base:
+        rows = base.rows(PhaseRow)
+    shape = group.shape
+    times = fit_phases(rows, heads=shape.heads, kv_heads=shape.kv_heads, tp=group.tp)
+    group = replace(group, times=times)
+    return replace(group, times=with_overheads(group, rows))
+
+
+def _opened(sib: Path) -> ScalingInformationBase:
+    base = ScalingInformationBase.read(sib, None)
+    if base is None:
+        raise SystemExit(f"there is no {sib}; run `csps profile phases`")
+    return base
+
+
+def _drawn(
+    group: SimulatedGroup, count: int, lengths: Sequence[int]
+) -> list[tuple[CsaSettings, int]]:
+    """Of each length and variant as many, a third of them exact, ratios and micro-partitions at
+    random; each that is pipelined stands before the same one that is not."""
+    draw, space = random.Random(0), answered_space(group.shape.layers)
+    ratios, exact = list(space.ratios()), space.exact(group.locations)
+    variants = list(space.variants(group.locations))
+    found: list[tuple[CsaSettings, int]] = []
+    for number in range(-(-count // 2)):
+        length = lengths[number // 3 % len(lengths)]
+        if number % 3:
+            strategy, levels, judging = variants[number % len(variants)]
+            micro = draw.choice(space.micros(levels))
+            settings = space.settings(strategy, levels, judging, draw.choice(ratios), micro)
+        else:
+            settings = draw.choice(exact)
+        found += [(settings, length), (replace(settings, pipelined=False), length)]
+    return list(dict.fromkeys(found))[:count]
+
+
+async def _measured(
+    bed: Any,
+    group: SimulatedGroup,
+    drawn: Sequence[tuple[CsaSettings, int]],
+    arguments: argparse.Namespace,
+) -> Measured:
+    """Seconds to the first token, medians; what steps take of the cores there is kept first."""
+    from testbed.gang import GangOptions, prefill_gang
+
+    options = GangOptions(
+        model_dir=shipped_models() / "needle", kv_slots=max(length for _, length in drawn)
+    )
+    tokens = np.random.default_rng(0).integers(10, 1024, options.kv_slots, dtype=np.int32)
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    async with prefill_gang(bed, options) as gang:
+        layers = gang.client.descriptions[0].layers
+
+        async def run(length: int, option: str) -> Any:
+            name, settings = parse_option(option)
+            plan = settings and settings.for_group(
+                gang.locations,
+                layers=layers,
+                longest_spt=-(-length // len(gang.locations)),
+                every_query=name == ENGINE_NAMES["tp"],
+            )
+            return await gang.prefill(
+                tokens[:length],
+                strategy=SPARSE if name == LEVELS else name,
+                csa=plan,
+                layout="zigzag" if name in RINGS else "contiguous",
+            )
+
+        async def work(length: int, option: str) -> Work:
+            done = await run(length, option)
+            return Work(
+                processor_s=sum(done.cpu_s),
+                computing_s=sum(done.compute_cpu_s),
+                took_s=done.ttft_s,
+            )
+
+        with _opened(arguments.sib) as base:
+            shape = f"{options.ranks_per_server}+{options.ranks_per_server}"
+            await measure_steps(
+                base, work, PROFILED, group_shape=shape, tp=1, rounds=ROUNDS, crowded=None
+            )
+        wanted = [(_option(settings), length) for settings, length in drawn]
+        auto = _auto(_with_phases(group, arguments.sib), drawn)
+        taken = {length: (choice.strategy, EXACT) for length, choice in auto.items()}
+        whole = [(option, length) for length, both in taken.items() for option in both]
+        for number_of_round in range(arguments.rounds + 1):
+            for option, length in dict.fromkeys([*wanted, *whole]):
+                done = await run(length, option)
+                if number_of_round:  # the first one connects and warms up
+                    took[option, length].append(done.ttft_s)
+    median_s = {key: statistics.median(seconds) for key, seconds in took.items()}
+    return [median_s[it] for it in wanted], {
+        length: (median_s[option, length], median_s[whole, length])
+        for length, (option, whole) in taken.items()
+    }
+
+
+def _option(settings: CsaSettings) -> str:
+    if settings == WHOLE:
+        return EXACT
+    assert settings.strategy is not None
+    return option_name(ENGINE_NAMES[settings.strategy], settings)
+
+
+def _row(
+    group: SimulatedGroup, settings: CsaSettings, length: int, measured_s: float
+) -> dict[str, Any]:
+    (predicted_s,) = prefill_seconds(group, [settings], length).tolist()
+    return {
+        "tokens": length,
+        "strategy": settings.strategy,
+        "levels": settings.levels,
+        "ratio": max(map(max, settings.drop_ratios)),
+        "judged": "-" if settings.lossless else settings.importance_layer,
+        "micro": "-" if not settings.pipelined else str((settings.micro_partitions or ((4,),))[0]),
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
+    }
