@@ -27,7 +27,7 @@ import re
 import sqlite3
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -291,7 +291,7 @@ def metrics() -> Json:
         registered.append(collector)
         register(self, collector)
 
-    CollectorRegistry.register = noting  # type: ignore[method-assign, assignment]
+    CollectorRegistry.register = noting  # type: ignore[method-assign]
     try:
         made = Metrics("m")
         made.watch(_Load())
@@ -834,7 +834,7 @@ def commands() -> Json:
     wanted = 1
     found: Json = {}
     with _without_environment():
-        argparse.ArgumentParser.parse_args = noting  # type: ignore[method-assign, assignment]
+        argparse.ArgumentParser.parse_args = noting  # type: ignore[method-assign]
         try:
             for words in [["--"], *([name] for name in COMMANDS)]:
                 wanted = 1 if words == ["--"] else 2
@@ -932,7 +932,7 @@ class _Asked(dict[str, str]):
         super().__init__(headers)
         self.names: set[str] = set()
 
-    def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
+    def get(self, name: str, default: Any = None) -> Any:
         self.names.add(name)
         return super().get(name, default)
 
@@ -1019,9 +1019,9 @@ def _headers() -> list[str]:
 
 
 def _stream_headers() -> Json:
-    async def nothing() -> Any:
-        return
-        yield b""
+    async def nothing() -> AsyncGenerator[bytes]:
+        for event in ():
+            yield event
 
     async def close() -> None: ...
 
