@@ -1,0 +1,321 @@
+"""Recorded streams of the scheduler: events and commands in one vocabulary, that of the recording.
+
+The recording names structures by their tags and values by their fields, never by their places. Code
+whose names have changed since then lists them in `RENAMED` and still reads and writes the same
+lines.
+
+A file is gzip-compressed JSON, one value a line: the sizes, then every turn (its events, the wake
+time that the scheduler answered with, and how many commands), then the first commands in full, then
+a SHA-256 of every `BLOCK` commands behind them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from csps.services.scheduling.commands import AnyCommand
+from csps.services.scheduling.events import AnyEvent
+
+RENAMED: dict[str, str] = {}
+"""What a tag or a field is called now, and what the recording calls it. `"reserve.prompt": "..."`
+concerns one structure, named by its present tag, or by its class where it has no tag; `"prompt"`
+concerns all others. A field that the recording lacks is renamed to "" and left out."""
+
+REWORDED: dict[str, str] = {}
+"""Regular expressions that turn the present texts of commands (reasons, error codes and messages)
+into the recorded ones, as `re.sub` takes them."""
+
+BLOCK = 100
+"""Commands that share a digest."""
+
+Canonical = dict[str, Any]
+"""A structure: its tag under "event" or "command", and its fields by name."""
+
+
+# --- structures ----------------------------------------------------------------------------------
+
+
+def canonical_command(command: AnyCommand) -> Canonical:
+    """Write a command in the recorded vocabulary."""
+    return {"command": _kind(type(command)), **_fields(command, _reworded)}
+
+
+def canonical_event(event: AnyEvent) -> Canonical:
+    """Write an event in the recorded vocabulary."""
+    return {"event": _kind(type(event)), **_fields(event, str)}
+
+
+def event_of(data: Canonical) -> AnyEvent:
+    """Make the event that `canonical_event` has written."""
+    event = _made(_events()[data["event"]], data)
+    return typing.cast(AnyEvent, event)
+
+
+@cache
+def _events() -> dict[str, type[msgspec.Struct]]:
+    return {_kind(it): it for it in typing.get_args(AnyEvent)}
+
+
+def forget_names() -> None:
+    """Look names up again: `RENAMED` has changed."""
+    _events.cache_clear()
+    _names.cache_clear()
+
+
+def _kind(of: type[msgspec.Struct]) -> str:
+    present = _present_kind(of)
+    return RENAMED.get(present, present)
+
+
+def _present_kind(of: type[msgspec.Struct]) -> str:
+    return str(of.__struct_config__.tag or of.__name__)
+
+
+@cache
+def _names(of: type[msgspec.Struct]) -> tuple[tuple[str, str, Any], ...]:
+    """List the fields that the recording has: present name, recorded name, type."""
+    kind, found = _present_kind(of), []
+    for field in msgspec.structs.fields(of):
+        recorded = RENAMED.get(f"{kind}.{field.name}", RENAMED.get(field.name, field.name))
+        if recorded:
+            found.append((field.name, recorded, field.type))
+    return tuple(found)
+
+
+def _fields(of: msgspec.Struct, text: Callable[[str], str]) -> Canonical:
+    return {recorded: _plain(getattr(of, name), text) for name, recorded, _ in _names(type(of))}
+
+
+def _plain(value: Any, text: Callable[[str], str]) -> Any:
+    """Turn a value into one that JSON has."""
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, msgspec.Struct):
+        return _fields(value, text)
+    if isinstance(value, dict):
+        return {key: _plain(it, text) for key, it in value.items()}
+    assert isinstance(value, list | tuple), f"{value!r} has no canonical form"
+    return [_plain(it, text) for it in value]
+
+
+def _reworded(text: str) -> str:
+    for present, recorded in REWORDED.items():
+        text = re.sub(present, recorded, text)
+    return text
+
+
+def _made(of: type[msgspec.Struct], data: Canonical) -> msgspec.Struct:
+    given = {name: _value(kind, data[old]) for name, old, kind in _names(of) if old in data}
+    return of(**given)
+
+
+def _value(kind: Any, data: Any) -> Any:
+    """Undo `_plain` for a field of this type."""
+    if data is None:
+        return None
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        (kind,) = [it for it in inner if it is not types.NoneType]
+        return _value(kind, data)
+    if origin is tuple:
+        kinds = inner[:1] * len(data) if inner[-1] is Ellipsis else inner
+        return tuple(_value(it, value) for it, value in zip(kinds, data, strict=True))
+    if kind is bytes:
+        return bytes.fromhex(data)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _made(kind, data)
+    return data
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+class Turn(NamedTuple):
+    """One call of the scheduler."""
+
+    now_ns: int
+    events: list[Canonical]
+    wake_at_ns: int | None
+    commands: int
+    """How many it has answered with."""
+
+
+class Stream(NamedTuple):
+    """What a scheduler was told, and what it wanted done."""
+
+    turns: list[Turn]
+    commands: list[tuple[int, Canonical]]
+    """The first ones, each with the number of its turn."""
+    digests: list[str]
+    """Of the rest."""
+
+
+def line_of(turn: int, command: Canonical) -> bytes:
+    """Write a command as digests take it."""
+    return msgspec.json.encode((turn, command), order="deterministic") + b"\n"
+
+
+def digest_of(lines: Sequence[bytes]) -> str:
+    """Sum up the commands of a block."""
+    return hashlib.sha256(b"".join(lines)).hexdigest()
+
+
+def write_stream(
+    path: Path, turns: Sequence[Turn], commands: Sequence[tuple[int, Canonical]], full: int
+) -> None:
+    """Write a stream with its first `full` commands, and digests of the rest."""
+    encode = msgspec.json.Encoder(order="deterministic").encode
+    rest = [line_of(*it) for it in commands[full:]]
+    digests = [digest_of(rest[at : at + BLOCK]) for at in range(0, len(rest), BLOCK)]
+    sizes = (len(turns), len(commands[:full]), len(digests))
+    lines = [encode(sizes), *(encode(tuple(it)) for it in turns)]
+    lines += [*(encode(it) for it in commands[:full]), *(encode(it) for it in digests)]
+    # Without a time and a name in it: equal streams, equal files.
+    path.write_bytes(gzip.compress(b"\n".join(lines), mtime=0))
+
+
+def read_stream(path: Path) -> Stream:
+    """Read what `write_stream` has written."""
+    lines: Iterator[Any] = map(msgspec.json.decode, gzip.decompress(path.read_bytes()).split(b"\n"))
+    turns, commands, digests = next(lines)
+    return Stream(
+        turns=[Turn(*next(lines)) for _ in range(turns)],
+        commands=[tuple(next(lines)) for _ in range(commands)],
+        digests=[next(lines) for _ in range(digests)],
+    )
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+class Follower:
+    """Compares what a scheduler does with a stream, turn by turn, up to the first difference.
+
+    Args:
+        name: of the stream, for messages.
+        stream: what it did when it was recorded.
+    """
+
+    def __init__(self, name: str, stream: Stream) -> None:
+        self._name, self._stream = name, stream
+        self._turn = self._commands = 0
+        self._block: list[tuple[int, Canonical]] = []
+        self._begin = len(stream.commands)
+        """The block's first command."""
+        self._digests = iter(stream.digests)
+
+    def events(self, now_ns: int, events: Sequence[AnyEvent]) -> None:
+        """Compare what the scheduler is told in the next turn: for those who feed it themselves."""
+        if self._turn == len(self._stream.turns):
+            self._fail("the recording ends before it")
+        turn = self._stream.turns[self._turn]
+        if now_ns != turn.now_ns:
+            self._fail(f"the recording has it at {turn.now_ns} ns, it is {now_ns} ns")
+        present = [canonical_event(it) for it in events]
+        if present != turn.events:
+            self._fail("other events", _differing(turn.events, present))
+
+    def commands(self, commands: Sequence[AnyCommand], wake_at_ns: int | None) -> None:
+        """Compare what it answers, and go on to the next turn."""
+        turn = self._stream.turns[self._turn]
+        first = self._commands
+        for index, command in enumerate(commands):
+            self._command(canonical_command(command), extra=index >= turn.commands)
+        if len(commands) != turn.commands:
+            self._missing(first, turn.commands, len(commands))
+        if wake_at_ns != turn.wake_at_ns:
+            self._fail(f"wakes at {wake_at_ns} ns, recorded {turn.wake_at_ns} ns")
+        self._turn += 1
+
+    def end(self) -> None:
+        """See that nothing is left of the recording."""
+        if self._turn < len(self._stream.turns):
+            self._fail(f"the run ends, the recording has {len(self._stream.turns)} turns")
+        self._check_block()
+
+    def _command(self, present: Canonical, *, extra: bool) -> None:
+        known = self._stream.commands
+        if self._commands < len(known):
+            number, recorded = known[self._commands]
+            if extra or number != self._turn or present != recorded:
+                shown = [] if extra or number != self._turn else _differing(recorded, present)
+                at = f", recorded in turn {number}" if number != self._turn else ""
+                self._fail(
+                    f"command {self._commands} differs",
+                    [f"recorded{at}: {_shown(recorded)}", f"present: {_shown(present)}", *shown],
+                )
+        else:
+            self._block.append((self._turn, present))
+            if len(self._block) == BLOCK:
+                self._check_block()
+        self._commands += 1
+
+    def _missing(self, first: int, recorded: int, present: int) -> None:
+        if present > recorded:
+            self._fail(f"{present} commands, recorded {recorded}")
+        known = self._stream.commands[first + present : first + recorded]
+        named = [f"missing: {_shown(it)}" for _, it in known]
+        self._fail(f"command {first + present} is missing", named or ["kept as a digest only"])
+
+    def _check_block(self) -> None:
+        """Commands of a block are recorded as a digest: one of them differs, or none."""
+        if not self._block:
+            return
+        if digest_of([line_of(*it) for it in self._block]) != next(self._digests, None):
+            (since, _), (until, _) = self._block[0], self._block[-1]
+            count, begin = len(self._block), self._begin
+            self._fail(
+                f"one of the {count} commands from {begin} on differs, in turns {since} to {until}",
+                ["only their digest was recorded"],
+            )
+        self._begin += len(self._block)
+        self._block.clear()
+
+    @property
+    def place(self) -> str:
+        """The stream and its turn that comes next, for messages."""
+        at = ""
+        if self._turn < len(self._stream.turns):
+            turn = self._stream.turns[self._turn]
+            told = ", ".join(it["event"] for it in turn.events)
+            at = f" at {turn.now_ns} ns (told: {told or 'nothing'})"
+        return f"{self._name}: turn {self._turn}{at}"
+
+    def _fail(self, what: str, more: Sequence[str] = ()) -> typing.NoReturn:
+        raise AssertionError("\n  ".join([f"{self.place}: {what}", *more]))
+
+
+def _shown(value: Any) -> str:
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def _differing(recorded: Any, present: Any, place: str = "") -> list[str]:
+    """Name the places where two values differ, at most a few."""
+    if isinstance(recorded, dict) and isinstance(present, dict):
+        names = [*recorded, *(it for it in present if it not in recorded)]
+        both = [(f".{it}", recorded.get(it, "nothing"), present.get(it, "nothing")) for it in names]
+    elif isinstance(recorded, list) and isinstance(present, list):
+        if len(recorded) != len(present):
+            return [f"{place}: {_shown(recorded)}, now {_shown(present)}"]
+        pairs = zip(recorded, present, strict=True)
+        both = [(f"[{index}]", one, other) for index, (one, other) in enumerate(pairs)]
+    else:
+        both = []
+        if recorded != present:
+            return [f"{place}: {_shown(recorded)}, now {_shown(present)}"]
+    found = [line for name, one, other in both for line in _differing(one, other, place + name)]
+    return found[:5]
