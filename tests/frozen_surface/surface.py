@@ -1020,7 +1020,7 @@ def _headers() -> list[str]:
 
 def _stream_headers() -> Json:
     async def nothing() -> AsyncGenerator[bytes]:
-        for event in ():
+        for event in list[bytes]():
             yield event
 
     async def close() -> None: ...
